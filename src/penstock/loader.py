@@ -13,7 +13,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -185,8 +184,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             with importing():
                 from penstock.engine.parent.fork_server import warm_up
 
-            plan = self._make_plan()
-            warm_up(plan.pool.value, plan.start_method.value)
+            context = self.multiprocessing_context
+            warm_up(self.pool, None if context is None else context.get_start_method())
 
     def _set_options(
         self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None
@@ -226,8 +225,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         if plan.start_method.value == "forkserver" and fork_server is not None:
             started = fork_server.describe_start()
             if started is not None:
-                plan = replace(plan, start_method=replace(plan.start_method, reason=started))
-        return replace(plan, notes=(*self._notes, *self._notes_of_dataset()))
+                plan = plan._replace(start_method=plan.start_method._replace(reason=started))
+        return plan._replace(notes=(*self._notes, *self._notes_of_dataset()))
 
     def _make_plan(self) -> Plan:
         with importing():

@@ -14,7 +14,6 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 from penstock.errors import BadArgument, NoSuchDevice
@@ -23,8 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 TRACE_SUFFIXES = (".json", ".json.gz", ".html")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracing:
+class Tracing(NamedTuple):
     """Detailed tracing options: ``DataLoader(..., trace=Tracing(...))``.
 
     Args:

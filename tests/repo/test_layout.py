@@ -47,6 +47,14 @@ INLINE_MODULES = """
     engine.parent.inline_producer order.rng order.sample_randomness
 """
 """Modules that the first batch of a loader without workers adds."""
+SELDOM_NEEDED = {
+    "psutil",
+    "penstock.engine.loading.bad_samples",
+    "penstock.engine.memory.shared_column",
+    "penstock.engine.parent.thread_pool",
+    "penstock.machine.child_process",
+}
+"""Modules that the first batch of worker processes must not wait for."""
 OWN_DEPENDENCIES = {"psutil", "cloudpickle", "rich"}
 MAX_IMPORT_S = 0.050
 NUM_IMPORT_RUNS = 7
@@ -278,6 +286,15 @@ def test_the_loader_imports_only_what_every_loader_needs() -> None:
 
 def test_the_first_batch_without_workers_imports_nothing_of_workers_or_the_plan() -> None:
     assert unexpected(modules_after(FIRST_BATCH), LOADER_MODULES + INLINE_MODULES) == set()
+
+
+def test_the_first_batch_with_workers_imports_nothing_for_faults_and_threads() -> None:
+    loader = "DataLoader([1, 2, 3], num_workers=1"
+    quick = modules_after(f"{IMPORT_LOADER}\nnext(iter({loader})))")
+    assert "penstock.engine.parent.fork_server" in quick
+    assert quick & SELDOM_NEEDED == set()
+    threads = modules_after(f"{IMPORT_LOADER}\nnext(iter({loader}, pool='thread')))")
+    assert threads & SELDOM_NEEDED == {"penstock.engine.parent.thread_pool"}
 
 
 def test_another_import_of_the_loader_would_be_noticed() -> None:

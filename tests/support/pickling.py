@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.engine.memory.messages import PickleLocation
-from penstock.engine.pickling.pickler import PickledObjects, PickleFile, unpickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile
+from penstock.engine.pickling.unpickling import unpickle_objects
 from penstock.errors import CannotTravel
 
 
 def worker_side(pickle_file: PickleFile) -> PickleLocation:
     """Return the location as sent to a worker, with its own descriptor. Unpickling closes it."""
     location = pickle_file.location
-    return replace(location, handle=replace(location.handle, fd=os.dup(pickle_file.file.fd)))
+    return location._replace(handle=location.handle._replace(fd=os.dup(pickle_file.file.fd)))
 
 
 def arrive(pickle_file: PickleFile) -> Any:

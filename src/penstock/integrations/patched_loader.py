@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -186,7 +186,7 @@ class PatchedLoader(DataLoader[Any]):
         """Return what the code requests, limited to what is safe on this machine."""
         request, machine = super()._request(), quick_facts()
         if self._layer.options["multiprocessing_context"] is not None:
-            request = replace(request, start_method=self._layer.options["multiprocessing_context"])
+            request = request._replace(start_method=self._layer.options["multiprocessing_context"])
         asked = (request.start_method, request.num_workers, machine.has_gpu_context)
         if asked not in self._granted:  # once, because free memory varies between calls
             safe, lines = make_safe(machine, request)
@@ -194,7 +194,7 @@ class PatchedLoader(DataLoader[Any]):
             for line in lines:
                 self._tell_change(line)
         start_method, num_workers = self._granted[asked]
-        return replace(request, start_method=start_method, num_workers=num_workers)
+        return request._replace(start_method=start_method, num_workers=num_workers)
 
     def _tell_change(self, line: str) -> None:
         if line not in self._notes:

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from penstock.machine import cgroup, host, software
@@ -33,8 +32,7 @@ def machine() -> Machine:
     known = _basic_facts()
     found = _known(lambda: gpu.find_gpus(known.torch_build), gpu.FoundGpus())
     start_method, is_start_method_set = _known(software.start_method, ("spawn", False))
-    return replace(
-        known,
+    return known._replace(
         is_notebook=_known(software.is_notebook, False),
         python=platform.python_version(),
         numpy=_known(software.numpy_version, None),
@@ -56,8 +54,7 @@ def quick_facts() -> Machine:
     while a program runs (free memory, affinity, a GPU context) are read on each call.
     """
     _, available_bytes = _known(host.memory_bytes, (0, 0))
-    return replace(
-        _kept_facts(),
+    return _kept_facts()._replace(
         available_bytes=available_bytes,
         num_affine_cpus=_known(host.num_affine_cpus, None),
         has_gpu_context=_known(software.has_gpu_context, False),

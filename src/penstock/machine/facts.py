@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
 from math import inf
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU, as described by its driver.
 
     Args:
@@ -29,26 +28,7 @@ class Gpu:
     driver: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuReading:
-    """The state of one GPU at one moment. None means that the driver does not report the value.
-
-    Args:
-        index: The driver's index of the GPU. ``CUDA_VISIBLE_DEVICES`` does not change it.
-        use_percent: Share of the last sampling period in which at least one kernel ran.
-    """
-
-    index: int
-    name: str
-    use_percent: float | None = None
-    temperature_c: float | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    power_w: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """A computer, as seen by one of its processes. None means unknown.
 
     Args:
@@ -104,7 +84,7 @@ class Machine:
     gpus_seen_by: str = "nobody"
     gpu_trouble: str = ""
     has_gpu_context: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = MappingProxyType({})
     start_method: str = "spawn"
     is_start_method_set: bool = False
     decoders: tuple[str, ...] = ()
@@ -139,9 +119,14 @@ class Machine:
         """Memory this process can use: the machine's memory or the cgroup's limit."""
         return min(self.memory_bytes, self.memory_limit_bytes or self.memory_bytes)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all facts as plain values."""
+        gpus = tuple(gpu._asdict() for gpu in self.gpus)
+        return {**self._asdict(), "gpus": gpus, "environment": dict(self.environment)}
+
     def to_json(self) -> str:
         """Return all facts as a JSON object."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
@@ -170,11 +155,11 @@ class Machine:
         return cls(**values)
 
 
-def _refuse_unknown(kind: type, word: str, values: Any) -> None:
+def _refuse_unknown(kind: type[Machine] | type[Gpu], word: str, values: Any) -> None:
     """Raise ValueError for unknown facts, which would otherwise be ignored silently."""
     if not isinstance(values, dict):
         raise ValueError(f"a {word} must be a JSON object, not {type(values).__name__}")
-    kinds = {item.name: str(item.type) for item in fields(kind)}
+    kinds = {name: hint.__forward_arg__ for name, hint in kind.__annotations__.items()}
     unknown = sorted(set(values) - set(kinds))
     if unknown:
         raise ValueError(f"unknown {word} field: {', '.join(unknown)}")

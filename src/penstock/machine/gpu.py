@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import amd, host, nvidia
@@ -156,4 +156,4 @@ def print_torch_gpus() -> None:
     mps = getattr(torch.backends, "mps", None)
     if not gpus and mps is not None and mps.is_available():
         gpus.append(Gpu(name="Apple GPU", vendor="apple"))
-    print(_MARK + json.dumps([asdict(gpu) for gpu in gpus]))
+    print(_MARK + json.dumps([gpu._asdict() for gpu in gpus]))

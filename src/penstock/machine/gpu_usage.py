@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.machine import nvidia
-from penstock.machine.facts import GpuReading
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.vendor_tools import (
     ToolFailed,
     ToolMissing,

@@ -8,6 +8,7 @@ with the first parallel operation and does not survive a fork, unless its thread
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import time
@@ -56,21 +57,21 @@ def stop_openmp_threads() -> None:
 
 
 def count_openblas_threads() -> int:
-    """Return the number of threads that OpenBLAS has started itself."""
-    return sum(max(0, get() - 1) for get, _ in _openblas())
+    """Return the number of threads that OpenBLAS has started itself and not stopped for a fork."""
+    return sum(number.value - 1 for number, is_running in _openblas() if is_running.value)
 
 
 @contextmanager
 def single_threaded_openblas() -> Iterator[None]:
     """Set OpenBLAS to one thread in the block. A child forked in the block keeps one thread."""
-    before = [(set_, get()) for get, set_ in _openblas()]
+    before = [(number, number.value) for number, _ in _openblas()]
     try:
-        for set_, _ in before:
-            set_(1)
+        for number, _ in before:
+            number.value = 1
         yield
     finally:
-        for set_, number in before:
-            set_(number)
+        for number, value in before:
+            number.value = value
 
 
 def limit_openmp() -> None:
@@ -80,23 +81,28 @@ def limit_openmp() -> None:
             library.omp_set_num_threads(1)
 
 
-def _openblas() -> Iterator[tuple[Any, Any]]:
-    """Yield the functions that get and set the number of threads, for each copy of OpenBLAS."""
+def _openblas() -> Iterator[tuple[ctypes.c_int, ctypes.c_int]]:
+    """Yield the variables of each copy of OpenBLAS: the number of threads, and if they are running.
+
+    ``openblas_set_num_threads`` would start the threads again after a fork. Each keeps a core busy
+    for a while, at the time when workers start. Without it, OpenBLAS starts them on first use.
+    """
     for library in _find_libraries("openblas"):
-        for prefix in ("", "scipy_"):
-            for suffix in ("", "64_", "_64"):
-                with suppress(AttributeError):
-                    get_parallel = library[f"{prefix}openblas_get_parallel{suffix}"]
-                    if get_parallel() == _USES_PTHREADS:
-                        get = library[f"{prefix}openblas_get_num_threads{suffix}"]
-                        yield get, library[f"{prefix}openblas_set_num_threads{suffix}"]
+        for prefix, suffix in itertools.product(("", "scipy_"), ("", "64_", "_64")):
+            with suppress(AttributeError, ValueError):  # this build has other names
+                parallel = library[f"{prefix}openblas_get_parallel{suffix}"]()
+                in_use = library[f"{prefix}openblas_get_num_threads{suffix}"]()
+                number = ctypes.c_int.in_dll(library, "blas_cpu_number")
+                is_running = ctypes.c_int.in_dll(library, "blas_server_avail")
+                if parallel == _USES_PTHREADS and number.value == in_use:
+                    yield number, is_running
+                    break
 
 
 def _find_libraries(pattern: str) -> Iterator[Any]:
     """Yield the shared libraries that this process has loaded and whose file names match."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
-    paths = {fields[5] for fields in lines if len(fields) == 6 and fields[5].startswith("/")}
+        paths = {line[line.index("/") :].rstrip("\n") for line in maps if "/" in line}
     for path in sorted(paths):
         if re.search(pattern, os.path.basename(path)):
             with suppress(OSError):  # not a library, or deleted since

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.facts import Gpu
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, run_tool
 
 _LINUX_LIBRARIES = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")

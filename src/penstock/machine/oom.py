@@ -15,9 +15,8 @@ malformed counts as no kill.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, groups_above, memory_limit_of
 from penstock.machine.kernel_files import parse_count, read_text
@@ -25,8 +24,7 @@ from penstock.machine.kernel_files import parse_count, read_text
 VMSTAT = Path("/proc/vmstat")
 
 
-@dataclass(frozen=True, kw_only=True)
-class OomKills:
+class OomKills(NamedTuple):
     """OOM kills between two counts.
 
     Args:
@@ -52,8 +50,7 @@ class OomKills:
         return f"killed by the kernel's OOM killer: {kills} {where}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupCount:
+class GroupCount(NamedTuple):
     """The counters of one control group.
 
     Args:
@@ -67,8 +64,7 @@ class GroupCount:
     limit_bytes: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class OomCount:
+class OomCount(NamedTuple):
     """The kernel's counters at one point in time.
 
     Example:

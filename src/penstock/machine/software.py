@@ -13,8 +13,8 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _VARIABLES = frozenset(
     {
@@ -35,8 +35,7 @@ _VARIABLES = frozenset(
 _PREFIXES = ("MIOPEN_", "PYTORCH_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchBuild:
+class TorchBuild(NamedTuple):
     """The installed torch and the platform it was built for."""
 
     version: str | None = None

@@ -18,8 +18,7 @@ from the start of the order, up to the next multiple of ``world_size``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankShard:
     """One rank's part of ``length`` positions, without the first ``start`` positions.
 
@@ -40,26 +38,39 @@ class RankShard:
         ([0, 1, 4, 5, 8], [2, 3, 6, 7, 9])
     """
 
-    length: int
-    batch_size: int = 1
-    rank: int = 0
-    world_size: int = 1
-    drop_last: bool = False
-    padding: bool = False
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("length", self.length)
-        check_count("batch_size", self.batch_size, 1)
-        check_count("world_size", self.world_size, 1)
-        check_count("rank", self.rank, 0, self.world_size - 1)
-        check_count("position", self.start, 0, self.length)
-        if self.drop_last and self.padding:
+    def __init__(
+        self,
+        *,
+        length: int,
+        batch_size: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        padding: bool = False,
+        start: int = 0,
+    ) -> None:
+        check_count("length", length)
+        check_count("batch_size", batch_size, 1)
+        check_count("world_size", world_size, 1)
+        check_count("rank", rank, 0, world_size - 1)
+        check_count("position", start, 0, length)
+        if drop_last and padding:
             raise BadArgument(
                 "drop_last=True and padding=True cannot be combined",
                 remedy="drop_last=True to drop the incomplete batch at the end, or padding=True to "
                 "repeat some samples",
             )
+        self.length = length
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.drop_last = drop_last
+        self.padding = padding
+        self.start = start
+
+    def replace(self, **changes: Any) -> RankShard:
+        """Return the same part with some values changed."""
+        return RankShard(**{**vars(self), **changes})
 
     @property
     def num_local(self) -> int:

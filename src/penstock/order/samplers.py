@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
@@ -80,7 +79,7 @@ class ShardedOrder:
             True
         """
         rest = copy.copy(self)
-        rest._shard = replace(self._shard, start=check_count("position", position))
+        rest._shard = self._shard.replace(start=check_count("position", position))
         return rest
 
     def _position(self, place: int) -> int:
@@ -155,7 +154,7 @@ class Order(ShardedOrder):
     def for_rank(self: SelfOrder, rank: int) -> SelfOrder:
         """Return the same order for a different rank."""
         other = copy.copy(self)
-        other._shard = replace(self._shard, rank=rank)
+        other._shard = self._shard.replace(rank=rank)
         return other
 
     def global_position(self, place: int) -> int:

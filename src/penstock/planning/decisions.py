@@ -7,7 +7,6 @@ first collects the facts and measures the dataset.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument
@@ -116,7 +115,7 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
         slot_memory=_count_slots(request, work, pool.value, workers.value),
         randomness=_choose_randomness(request, work),
     )
-    return replace(plan, warnings=tuple(_warnings(plan, machine, request)))
+    return plan._replace(warnings=tuple(_warnings(plan, machine, request)))
 
 
 def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:

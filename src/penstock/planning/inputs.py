@@ -5,11 +5,10 @@ Tested by ``tests/unit/planning/test_decisions.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoaderRequest:
+class LoaderRequest(NamedTuple):
     """Options of a loader that the plan depends on.
 
     Args:
@@ -33,8 +32,7 @@ class LoaderRequest:
     has_sample_limit: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """Facts about the data. None means unknown.
 
     Args:

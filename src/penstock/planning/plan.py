@@ -6,8 +6,7 @@ Tested by ``tests/unit/planning/test_decisions.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Source = Literal["asked", "measured", "rule"]
 Severity = Literal["harm", "slow", "note"]
@@ -15,8 +14,7 @@ Severity = Literal["harm", "slow", "note"]
 _SEVERITIES: tuple[Severity, ...] = ("harm", "slow", "note")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """One decision.
 
     Example:
@@ -32,8 +30,7 @@ class Choice:
         return f"{self.value} ({self.source}: {self.reason})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Settings of a loader on this machine. ``str(plan)`` is a table.
 
     Args:
@@ -57,8 +54,7 @@ class Plan:
     @property
     def choices(self) -> dict[str, Choice]:
         """The choices by name, in display order."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Choice)}
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Choice)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -82,8 +78,7 @@ class Plan:
         return "\n".join([*rows, *(f"note: {text}" for text in self.notes)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(NamedTuple):
     """A problem found on a machine.
 
     Args:
@@ -110,7 +105,7 @@ class Problem:
 
     def to_dict(self) -> dict[str, str | None]:
         """Return plain values, for JSON."""
-        return asdict(self)
+        return self._asdict()
 
 
 def worst_first(problems: Iterable[Problem]) -> list[Problem]:

@@ -7,7 +7,6 @@ other machines and cannot react to a warning, so patched loaders use this module
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from penstock.machine.facts import Machine
 from penstock.planning.decisions import choose_start_method
@@ -30,7 +29,7 @@ def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, 
     """
     lines = []
     if request.start_method == "fork" and machine.has_gpu_context:
-        request = replace(request, start_method=None)
+        request = request._replace(start_method=None)
         lines.append(
             "multiprocessing_context='fork' with a GPU context in this process hangs or crashes: "
             "workers are started from a clean process instead"
@@ -38,7 +37,7 @@ def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, 
     most = most_workers(machine, request, Workload(), choose_start_method(machine, request).value)
     if isinstance(request.num_workers, int) and request.num_workers > most.num_workers:
         lines.append(f"num_workers={request.num_workers} becomes {most.num_workers}: {most.reason}")
-        request = replace(request, num_workers=most.num_workers)
+        request = request._replace(num_workers=most.num_workers)
     return request, lines
 
 

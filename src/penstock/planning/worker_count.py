@@ -13,7 +13,7 @@ workers, is chosen, if an epoch saves several times the cost of starting them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.machine.facts import Machine
 from penstock.planning.inputs import LoaderRequest, Workload
@@ -47,8 +47,7 @@ WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
 The amount is an estimate, not measured on Windows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ceiling:
+class Ceiling(NamedTuple):
     """The maximum number of workers for this machine, and the reason."""
 
     num_workers: int

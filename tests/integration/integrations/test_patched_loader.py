@@ -6,7 +6,6 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,7 +299,7 @@ def test_five_hundred_workers_become_what_the_machine_bears_with_one_line() -> N
 def test_fork_after_a_gpu_context_becomes_the_fork_server_with_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = replace(quick_facts(), has_gpu_context=True)
+    facts = quick_facts()._replace(has_gpu_context=True)
     monkeypatch.setattr(patched_loader, "quick_facts", lambda: facts)
     with penstock.patched() as report:
         loader = make(num_workers=1, multiprocessing_context="fork")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu, host
-from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.facts import Gpu
 from penstock.machine.gpu import FoundGpus, find_gpus, find_torch_gpus
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut, call_library
 
 pytestmark = pytest.mark.legacy

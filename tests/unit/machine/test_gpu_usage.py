@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.machine import gpu_usage, nvidia
-from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.facts import Gpu
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.gpu_usage import read_gpu_usage
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing, ToolTimedOut
 

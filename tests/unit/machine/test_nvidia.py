@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.machine import nvidia
-from penstock.machine.facts import Gpu, GpuReading
+from penstock.machine.facts import Gpu
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.nvidia import cards_by_nvml, cards_by_tool
 from penstock.machine.vendor_tools import ToolFailed, ToolMissing
 

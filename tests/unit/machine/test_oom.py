@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ class Tree:
 
     def count(self) -> OomCount:
         count = OomCount.now(self.mount, self.membership, self.vmstat)
-        return replace(count, host_bytes=24 * GIB)
+        return count._replace(host_bytes=24 * GIB)
 
 
 def test_version_2_a_kill_by_the_own_group_s_limit(tmp_path: Path) -> None:

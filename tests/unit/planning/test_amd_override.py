@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,4 +90,4 @@ def test_newer_builds_know_all_of_rdna3() -> None:
 
 @pytest.mark.parametrize("other", [{"torch_build": "cpu"}, {"os": "win32"}, {"gpus": ()}])
 def test_the_override_is_nothing_to_a_torch_without_hip(other: dict[str, Any]) -> None:
-    assert check_override(replace(amd("gfx1010"), **other)) == []
+    assert check_override(amd("gfx1010")._replace(**other)) == []

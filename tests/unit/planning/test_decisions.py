@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -139,9 +138,9 @@ def test_starting_more_workers_than_cores_costs_more_than_starting_two() -> None
     pair = Machine(os="linux", num_cpus=2, memory_bytes=16 << 30, available_bytes=16 << 30)
     request = LoaderRequest(batch_size=8, start_method="spawn")
     assert make_plan(pair, request, waits).num_workers.value == 0
-    long = make_plan(pair, request, replace(waits, num_samples=300_000)).num_workers
+    long = make_plan(pair, request, waits._replace(num_samples=300_000)).num_workers
     short = make_plan(
-        pair, LoaderRequest(batch_size=8), replace(waits, num_samples=300)
+        pair, LoaderRequest(batch_size=8), waits._replace(num_samples=300)
     ).num_workers
     assert 2 < short.value < long.value
 

@@ -22,7 +22,7 @@ import argparse
 import ast
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +160,13 @@ def as_dict(findings: DoctorFindings) -> dict[str, Any]:
     """Return the findings as plain values for JSON."""
     dataset = findings.dataset
     return {
-        "machine": asdict(findings.machine),
+        "machine": findings.machine.to_dict(),
         "plan": dict(findings.plan),
         "problems": [problem.to_dict() for problem in findings.problems],
         "storage": {path: asdict(storage) for path, storage in findings.storage.items()},
         "seen_by_torch": None
         if findings.seen_by_torch is None
-        else [asdict(gpu) for gpu in findings.seen_by_torch],
+        else [gpu._asdict() for gpu in findings.seen_by_torch],
         "convolutions": None if findings.convolutions is None else findings.convolutions.to_dict(),
         "gpu_copies": findings.gpu_copies,
         "dataset": None
@@ -266,5 +266,5 @@ def _with_line(problem: Problem, tree: ast.Module, script: str) -> Problem:
         return problem
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("set_start_method"):
-            return replace(problem, where=f"{script}:{node.lineno}", cure=f"# {ast.unparse(node)}")
+            return problem._replace(where=f"{script}:{node.lineno}", cure=f"# {ast.unparse(node)}")
     return problem

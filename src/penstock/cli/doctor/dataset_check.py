@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class DatasetCheck:
             loader=loader,
             batch_size=self.batch_size,
             stacks_by_default=self.stacks_by_default,
-            machine=asdict(machine()),
+            machine=machine().to_dict(),
         )
 
     def _try_length(self) -> int | None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from penstock.machine.facts import GpuReading
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.gpu_usage import GpuUsage, read_gpu_usage
 from penstock.planning.quantities import size
 

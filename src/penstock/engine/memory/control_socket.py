@@ -17,11 +17,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
-
-from penstock.engine.memory.messages import WorkerAssignment
-from penstock.engine.memory.shared_file import FileHandle
 
 _BODY_BYTES = struct.Struct("!I")
 _MAX_FDS = 250
@@ -96,15 +92,6 @@ class ControlSocket:
         with suppress(OSError):  # already closed by the peer
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-def place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
-    """Return the assignment with the received descriptor numbers filled in."""
-    return replace(
-        assignment,
-        memory=FileHandle(fd=fds[1]),
-        objects=replace(assignment.objects, handle=FileHandle(fd=fds[2])),
-    )
 
 
 def watch_process(pid: int) -> int:

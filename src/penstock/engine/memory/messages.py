@@ -9,13 +9,13 @@ The first page of the shared file is the control page. Its 64-bit cells are read
 messages. It is followed by one trace buffer per worker, where the worker records its activity (see
 :mod:`penstock.trace.worker_recorder`).
 
+Annotations are evaluated here, and not kept as text, because NamedTuple would compile each text,
+and the first batch of a program waits for the import of this module.
+
 Tested by ``tests/unit/engine/parent/test_in_flight.py``.
 """
 
-from __future__ import annotations
-
 import signal
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.engine.memory.shared_file import FileHandle
@@ -153,8 +153,7 @@ class Reply(NamedTuple):
         return self[:3]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PickleLocation:
+class PickleLocation(NamedTuple):
     """Location of the pickled dataset and functions in shared memory.
 
     Written and read by :mod:`penstock.engine.pickling.pickler`.
@@ -170,8 +169,7 @@ class PickleLocation:
     """Buffers in separate files: the span, and the worker's descriptor of the file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerTask:
+class WorkerTask(NamedTuple):
     """Settings of a worker, as plain values. Sent once, when it starts."""
 
     is_iterable: bool
@@ -194,8 +192,7 @@ class WorkerTask:
     traces_steps: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerAssignment:
+class WorkerAssignment(NamedTuple):
     """The first message to a new process: what it needs to become worker number ``worker``."""
 
     worker: int

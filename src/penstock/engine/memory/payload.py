@@ -17,8 +17,7 @@ import ctypes
 import io
 import pickle
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -30,8 +29,7 @@ _SMALL_BYTES = 512
 """Smaller buffers stay in the stream, because a view costs more than the copy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PayloadLocation:
+class PayloadLocation(NamedTuple):
     """Location of the parts of a payload: in the slot if ``inline`` is None, else in ``inline``."""
 
     stream_start: int

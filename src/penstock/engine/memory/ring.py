@@ -29,19 +29,12 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.memory.fork_watch import Eras, ForkWatch, process_forks
-from penstock.engine.memory.shared_file import SharedFile, round_up
+from penstock.engine.memory.shared_file import Segment, SharedFile, round_up
 
 PROVISIONAL_BYTES = 1 << 30
 """Capacity of a slot before the first batch. Sparse memory, so this is only address space."""
 PROVISIONAL_BYTES_ON_DISK = 1 << 20
 FIRST_SLOTS, MAX_SLOTS_PER_SEGMENT = 8, 128
-
-
-class Segment(NamedTuple):
-    """A part of the shared file that holds several slots, with one mapping and one descriptor."""
-
-    offset: int
-    num_bytes: int
 
 
 class SlotRef(weakref.ref["np.ndarray"]):

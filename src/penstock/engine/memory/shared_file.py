@@ -17,8 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
 """Alignment of mapping offsets. Windows needs 64 KiB. Some arm64 kernels have 64 KiB pages."""
@@ -43,12 +42,18 @@ def round_up(num_bytes: int, grain: int = GRAIN) -> int:
     return -(-num_bytes // grain) * grain
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileHandle:
+class FileHandle(NamedTuple):
     """Tells another process how to open a :class:`SharedFile`: an inherited fd or a path."""
 
     fd: int = -1
     path: str = ""
+
+
+class Segment(NamedTuple):
+    """A part of the shared file that holds several slots, with one mapping and one descriptor."""
+
+    offset: int
+    num_bytes: int
 
 
 class SharedFile:

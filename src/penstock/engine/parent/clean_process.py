@@ -105,8 +105,8 @@ def _check_frames() -> str | None:
     error = sys.exc_info()[0]
     if error is not None:
         return f"the loader was created while {error.__name__} was being handled"
-    for name, module in [*sys.modules.items()]:
-        spec = getattr(module, "__spec__", None)
+    for name in list(sys.modules):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
         if getattr(spec, "_initializing", False):
             return f"the loader was created while {name} was being imported"
     return None

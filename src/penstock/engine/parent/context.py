@@ -1,4 +1,4 @@
-"""Data classes that a loader passes to its iterators, and iterators to their batch producers.
+"""Objects that a loader passes to its iterators, and iterators to their batch producers.
 
     DataLoader --LoaderParts, EngineSettings--> LoaderIterator --LoadContext--> BatchProducer
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -65,7 +64,6 @@ class LoaderParts(NamedTuple):
     worker_entry: Callable[[str], Callable[..., Any]]
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LoadContext:
     """The dataset, functions and settings from which a producer loads batches.
 
@@ -73,25 +71,45 @@ class LoadContext:
         loader: A weak reference to the loader.
         shared_seed: The seed that torch's DataPipes share.
         settings: Replaced once ``num_workers="auto"`` has decided.
+        ranks: ``world_size`` and ``rank`` as torch's iterator reads them.
     """
 
-    loader: Callable[[], Any]
-    settings: EngineSettings
-    parts: LoaderParts
-    progress: Progress
-    pinner: Pinner | None
-    dataset: Any
-    collate_fn: Any
-    worker_init_fn: Any
-    auto_collation: bool
-    drop_last: bool
-    is_iterable: bool
-    is_persistent: bool
-    base_seed: int
-    shared_seed: int | None
-    timeout_s: float
-    ranks: tuple[int, int]
-    """``world_size`` and ``rank`` as torch's iterator reads them."""
+    def __init__(
+        self,
+        *,
+        loader: Callable[[], Any],
+        settings: EngineSettings,
+        parts: LoaderParts,
+        progress: Progress,
+        pinner: Pinner | None,
+        dataset: Any,
+        collate_fn: Any,
+        worker_init_fn: Any,
+        auto_collation: bool,
+        drop_last: bool,
+        is_iterable: bool,
+        is_persistent: bool,
+        base_seed: int,
+        shared_seed: int | None,
+        timeout_s: float,
+        ranks: tuple[int, int],
+    ) -> None:
+        self.loader = loader
+        self.settings = settings
+        self.parts = parts
+        self.progress = progress
+        self.pinner = pinner
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.worker_init_fn = worker_init_fn
+        self.auto_collation = auto_collation
+        self.drop_last = drop_last
+        self.is_iterable = is_iterable
+        self.is_persistent = is_persistent
+        self.base_seed = base_seed
+        self.shared_seed = shared_seed
+        self.timeout_s = timeout_s
+        self.ranks = ranks
 
     def note(self, text: str) -> None:
         """Add a note to the plan."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from penstock.engine.parent.restart_decision import (
     NO_PROGRESS,
@@ -30,8 +31,7 @@ _CAUSES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerFault:
+class WorkerFault(NamedTuple):
     """Facts about a lost worker.
 
     Args:
@@ -63,7 +63,7 @@ class WorkerFault:
     seconds: float = 0.0
     stack: str = ""
     oom: str = ""
-    peak_kb: dict[int, int] = field(default_factory=dict)
+    peak_kb: Mapping[int, int] = MappingProxyType({})
 
 
 def describe_crash(

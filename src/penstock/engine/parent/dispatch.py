@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.loading.bad_samples import poison_among
 from penstock.engine.loading.fetch import as_indices
 from penstock.engine.memory.messages import (
     PASS_CELL,
@@ -249,6 +248,8 @@ class Dispatcher:
             self._key_epoch,
         )
         if self._faults.poison:
+            from penstock.engine.loading.bad_samples import poison_among
+
             indices = part_of_it if self._task.auto_collation else [part_of_it]
             lease = lease._replace(poison_rows=poison_among(self._faults.poison, indices))
         return self._lease_queue.give(lease, limit), lease

@@ -25,19 +25,20 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.memory.control_socket import ControlSocket
-from penstock.engine.memory.messages import WorkerAssignment
 from penstock.engine.parent.clean_process import why_unclean
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.forked_child import ForkedChild, fork_child
 from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
-from penstock.engine.pickling.pickler import current_generations
+from penstock.engine.pickling.reloads import count_all_reloads
 from penstock.errors import StartFailed
+from penstock.importing import importing
+from penstock.machine.host import can_start_python, has_proc
 
+if TYPE_CHECKING:
+    from penstock.engine.memory.messages import WorkerAssignment
 if sys.platform == "win32":  # pragma: no cover
     from penstock.engine.memory import windows_pipes as windows
 
@@ -81,6 +82,8 @@ class ForkedWorker:
 
     def _is_zombie(self) -> bool:
         """Return True if it has exited, but a stopped or busy fork server has not reported it."""
+        import psutil  # on first use, because the import takes 10 ms
+
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
@@ -130,7 +133,8 @@ class ForkServer:
 
     def _start(self, fd: int) -> ForkedChild | subprocess.Popen[bytes]:
         if self.why_fresh is None:
-            current_generations()  # a later reload makes the fork server stale
+            _import_common_modules()
+            count_all_reloads()  # a later reload makes the fork server stale
             try:
                 return fork_child("fork_server_main.forked_main", fd)
             except StartFailed as error:
@@ -269,6 +273,8 @@ class ForkServer:
         raise AssertionError("unreachable")
 
     def _is_stopped(self) -> bool:
+        import psutil
+
         with suppress(psutil.Error):
             return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
         return False
@@ -322,6 +328,15 @@ class ForkServer:
             likely=likely,
             remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
         )
+
+
+def _import_common_modules() -> None:
+    """Import what this process and its workers need, so that the fork server has it, too."""
+    with importing():
+        import penstock.engine.loading.fetch
+        import penstock.engine.loading.gather
+        import penstock.engine.pickling.exceptions
+        import penstock.engine.pickling.unpickling  # noqa: F401
 
 
 def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -381,16 +396,26 @@ def current_fork_server() -> ForkServer:
         return _current
 
 
-def warm_up(pool: str, start_method: str) -> None:
+def is_needed(pool: str, start_method: str | None) -> bool:
+    """Return True if the plan of a loader with workers and these options uses the fork server.
+
+    Takes microseconds. Making the plan, which finds the same, imports ten modules.
+    """
+    uses_processes = pool == "process" or (pool == "auto" and can_start_python())
+    can_fork = sys.platform == "linux" and has_proc()
+    return uses_processes and can_fork and start_method in (None, "forkserver")
+
+
+def warm_up(pool: str, start_method: str | None) -> None:
     """Start the fork server early for a loader that will need it.
 
-    It imports torch while the program continues. Never raises: the first worker reports errors.
+    It imports modules while the program continues. Never raises: the first worker reports errors.
     Does nothing in a child process that only imports a module to find a class in it. A loader at
     the top level of that module is never iterated there.
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     is_child = is_importing or "penstock.engine.worker.main" in sys.modules
-    if pool == "process" and start_method == "forkserver" and not is_child:
+    if is_needed(pool, start_method) and not is_child:
         with suppress(OSError, StartFailed):
             current_fork_server()
 

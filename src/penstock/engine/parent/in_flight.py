@@ -5,8 +5,7 @@ Used in the parent. Workers fill the slot of a batch. The parent only creates vi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,29 +13,33 @@ from penstock.engine.memory import payload
 from penstock.engine.memory.batch_layout import view_batch
 from penstock.engine.memory.messages import Lease, Reply
 from penstock.engine.memory.ring import Ring, Slot
-from penstock.engine.pickling.exceptions import ErrorReport
+
+if TYPE_CHECKING:
+    from penstock.engine.pickling.exceptions import ErrorReport
 
 
-@dataclass(eq=False)
 class PendingBatch:
     """One batch in flight."""
 
-    pass_number: int
-    number: int
-    index: Any
-    position: int
-    rows: int
-    slot: Slot
-    parts: list[tuple[int, int]] = field(default_factory=list)
-    """First and last (exclusive) row of each part."""
-    replies: dict[int, Reply] = field(default_factory=dict)
-    layouts: dict[int, Any] = field(default_factory=dict)
-    worker: int = -1
-    """The worker that answered for the first part."""
-    is_done: bool = False
-    bad_samples: list[Any] = field(default_factory=list)
-    """Failures of the batch's samples."""
-    _has_error: bool = False
+    def __init__(
+        self, pass_number: int, number: int, index: Any, position: int, rows: int, slot: Slot
+    ) -> None:
+        self.pass_number = pass_number
+        self.number = number
+        self.index = index
+        self.position = position
+        self.rows = rows
+        self.slot = slot
+        self.parts: list[tuple[int, int]] = []
+        """First and last (exclusive) row of each part."""
+        self.replies: dict[int, Reply] = {}
+        self.layouts: dict[int, Any] = {}
+        self.worker = -1
+        """The worker that answered for the first part."""
+        self.is_done = False
+        self.bad_samples: list[Any] = []
+        """Failures of the batch's samples."""
+        self._has_error = False
 
     def take(self, worker: int, reply: Reply, layout: Any) -> None:
         """Record a worker's reply for a part. ``layout`` describes what it wrote into the slot."""

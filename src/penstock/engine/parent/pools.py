@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.memory.messages import CONTROL_BYTES, NOTHING, control_bytes
 from penstock.engine.memory.shared_file import SharedFile
@@ -23,8 +22,7 @@ SMALL_TRACE_BYTES = 64 << 10
 """Size of a worker's trace buffer if shared memory is on a disk."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerExit:
+class WorkerExit(NamedTuple):
     """The exit of a worker process."""
 
     pid: int | None

@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -72,14 +71,11 @@ class RestartDecision(Enum):
     NO_PROGRESS = "repeated restarts without loading anything"
 
 
-@dataclass
 class _Suspicion:
     """Losses at one place."""
 
-    num_deaths: int = 0
-    num_kills: int = 0
-    num_alone: int = 0
-    num_hangs: int = 0
+    def __init__(self) -> None:
+        self.num_deaths = self.num_kills = self.num_alone = self.num_hangs = 0
 
 
 class RestartPolicy:

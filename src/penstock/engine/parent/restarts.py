@@ -17,8 +17,6 @@ import os
 import time
 from typing import Any
 
-import psutil
-
 from penstock.engine.memory.messages import (
     IS_IDLE,
     NOTHING,
@@ -224,6 +222,8 @@ class WorkerRestarts:
         return self._cells[position_cell(worker) + IS_IDLE] == 1 or self._is_stopped(worker)
 
     def _is_stopped(self, worker: int) -> bool:
+        import psutil  # on first use, because the import takes 10 ms
+
         try:
             return psutil.Process(self._pool.processes[worker].pid).status() == "stopped"
         except psutil.Error:

@@ -9,22 +9,24 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.loading import collate
 from penstock.engine.loading.fetch import takes_batches
 from penstock.engine.memory.messages import WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.context import EpochPass, LoadContext
-from penstock.engine.parent.dispatch import Dispatcher
 from penstock.engine.parent.launcher import Launcher
 from penstock.engine.parent.pools import Pool, control_cells
 from penstock.engine.parent.process_pool import ProcessPool
 from penstock.engine.parent.restart_decision import RestartPolicy
-from penstock.engine.parent.thread_pool import ThreadPool
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import StartFailed
+from penstock.importing import importing
 from penstock.trace.record import now_ns
+
+if TYPE_CHECKING:
+    from penstock.engine.parent.dispatch import Dispatcher
 
 
 class WorkerProducer:
@@ -73,8 +75,12 @@ class WorkerProducer:
             traces_steps=recorder.traces_steps,
         )
         policy = RestartPolicy(context.parts.faults.max_restarts)
+        pool = self._make_pool(task, memory, cells, policy, pickled)
+        with importing():  # while the workers start
+            from penstock.engine.parent.dispatch import Dispatcher
+
         self.dispatcher = Dispatcher(
-            pool=self._make_pool(task, memory, cells, policy, pickled),
+            pool=pool,
             ring=context.make_ring(memory),
             cells=cells,
             task=task,
@@ -104,6 +110,8 @@ class WorkerProducer:
         context, settings = self._context, self._context.settings
         objects, worker_entry = context.worker_objects(), context.parts.worker_entry
         if settings.pool == "thread":
+            from penstock.engine.parent.thread_pool import ThreadPool
+
             return ThreadPool(
                 worker_entry("thread"),
                 num_workers=settings.num_workers,

@@ -18,8 +18,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -27,15 +26,14 @@ from penstock.engine.memory import payload
 from penstock.errors import PenstockError
 
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorReport:
+class ErrorReport(NamedTuple):
     """A worker's report of an exception. Contains only bytes, text and numbers."""
 
     kind: str
     trace: str
     where: str
     worker: int
-    index: bytes | None = None
+    index_pickle: bytes | None = None
     ours: bytes | None = None
     forms: tuple[bytes | None, ...] = ()
     """Pickled forms of the exception, best first. See :func:`_forms_of`."""
@@ -64,7 +62,7 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         trace=trace,
         where=where,
         worker=worker,
-        index=_dump(index),
+        index_pickle=_dump(index),
         ours=_dump(error) if isinstance(error, PenstockError) else None,
         forms=_forms_of(error),
     )
@@ -76,7 +74,7 @@ def rebuild(report: ErrorReport) -> BaseException:
     if ours is not None:
         ours.__cause__ = WorkerTraceback(report.trace)
         return ours
-    index = _load(report.index)
+    index = _load(report.index_pickle)
     where = report.where if index is None else f"{report.where} while loading {_name(index)}"
     message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"
     make = functools.partial(_with_message, message)

@@ -1,7 +1,7 @@
 """Pickles the dataset and functions once for all workers, with large buffers out of band.
 
     parent: PickledObjects(objects).to_shared_file() -> PickleFile
-    worker: unpickle_objects(PickleFile.location) -> objects
+    worker: unpickling.unpickle_objects(PickleFile.location) -> objects
 
 Lambdas, closures, local classes and everything from ``__main__``, a notebook or a module that a
 worker cannot import are pickled by value (cloudpickle). Arrays and tensors are stored outside the
@@ -19,34 +19,33 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
 from penstock.engine.memory.messages import PickleLocation
-from penstock.engine.memory.shared_file import FileHandle, SharedFile
+from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling import reducers, shared_arrays
 from penstock.engine.pickling.by_value import ByValueModules
 from penstock.engine.pickling.dynamic_attributes import computes_attributes, reduce_by_class
 from penstock.engine.pickling.error_path import explain
 from penstock.engine.pickling.handles import HandleReducer, is_handle_class
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
+from penstock.engine.pickling.reloads import count_reloads
+from penstock.engine.pickling.unpickling import InheritedFd
 from penstock.machine.host import free_memory_bytes
 from penstock.order.dataset_generators import NamedGenerators
 
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
 """A message to the fork server can carry 250 descriptors, including the engine's own."""
-_inherited_fds: list[int] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class PickleFile:
+class PickleFile(NamedTuple):
     """The parent's view of pickled objects in shared memory. Must be closed."""
 
     file: SharedFile
@@ -60,16 +59,6 @@ class PickleFile:
     def close(self) -> None:
         self.file.close()
         self.kept.clear()
-
-
-class _InheritedFd:
-    """A descriptor that is sent along with the pickle. ``detach`` returns it in the worker."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def detach(self) -> int:
-        return _inherited_fds[self.place]
 
 
 class _SpawningProcess:
@@ -90,7 +79,7 @@ class _SpawningProcess:
         self.fds.append(fd)
         return len(self.fds) - 1
 
-    DupFd = staticmethod(_InheritedFd)
+    DupFd = staticmethod(InheritedFd)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -278,7 +267,7 @@ class PickledObjects:
         self.notes = pickler.handles.notes
         self._large_tensors = pickler.large_tensors
         self.modules = tuple(
-            (name, _generation(name))
+            (name, count_reloads(name))
             for name in sorted(_importable(pickler.modules - pickler.by_value.names))
         )
 
@@ -356,44 +345,3 @@ def _importable(names: set[str]) -> set[str]:
         if getattr(sys.modules.get(name), "__spec__", None) is not None
         and not name.startswith(("penstock.", "torch."))
     }
-
-
-_seen_specs: dict[str, list[Any]] = {}
-
-
-def current_generations() -> dict[str, int]:
-    """Return how often each module was reloaded. Every reload after this call is noticed."""
-    return {
-        name: _generation(name)
-        for name, module in [*sys.modules.items()]
-        if getattr(module, "__spec__", None) is not None
-    }
-
-
-def _generation(name: str) -> int:
-    """Count how often a module was reloaded. Each ``reload`` gives it a new spec."""
-    spec = sys.modules[name].__spec__
-    seen = _seen_specs.setdefault(name, [spec])
-    if seen[-1] is not spec:
-        seen.append(spec)
-    return len(seen) - 1
-
-
-def unpickle_objects(location: PickleLocation, fds: list[int]) -> dict[str, Any]:
-    """Rebuild the objects in a worker. Arrays are private views of the shared file."""
-    _inherited_fds[:] = fds
-    whole = _map_private(location.handle, location.num_bytes)
-    buffers = [whole[start : start + length] for start, length in location.spans]
-    for place, fd in location.separate:
-        start, length = location.spans[place]
-        buffers[place] = _map_private(FileHandle(fd=fds[fd]), start + length)[start:]
-    objects: dict[str, Any] = pickle.loads(whole[: location.stream_bytes], buffers=buffers)
-    return objects
-
-
-def _map_private(handle: FileHandle, num_bytes: int) -> memoryview:
-    """Map a file copy-on-write and close its descriptor."""
-    file = SharedFile.attach(handle)
-    mapping = file.map(0, num_bytes, private=True)
-    file.close()
-    return memoryview(mapping)[:num_bytes]

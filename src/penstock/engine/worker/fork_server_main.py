@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.memory import control_socket
-from penstock.engine.pickling.pickler import current_generations
+from penstock.engine.memory.messages import WorkerAssignment
+from penstock.engine.memory.shared_file import FileHandle
+from penstock.engine.pickling.reloads import num_reloads
 from penstock.engine.worker.detach import detach
 from penstock.engine.worker.main import (
     end_process,
@@ -46,7 +48,7 @@ def forked_main(control_fd: int, parent: int, mask: set[int]) -> None:
     """
     detach(control_fd)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    _generations.update(current_generations())
+    _num_reloads.update(num_reloads)  # as the parent counted them before the fork
     fork_server_main(control_fd, parent)
 
 
@@ -56,12 +58,7 @@ def fork_server_main(control_fd: int, parent_pid: int | None = None) -> None:
     leave_ctrl_c_to_parent()
     keep_generated_modules_in_memory()
     with _ending_with_parent(control):
-        import torch  # noqa: F401
-
-        import penstock.engine.worker.loop
-        import penstock.engine.worker.parent_link
-        import penstock.order.sample_randomness  # noqa: F401
-
+        _prepare()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
@@ -90,6 +87,20 @@ def fork_server_main(control_fd: int, parent_pid: int | None = None) -> None:
             except ProcessLookupError:
                 pass
         os._exit(0)
+
+
+def _prepare() -> None:
+    """Do once what every worker would do: import its modules, and find its generators."""
+    import torch  # noqa: F401
+
+    import penstock.engine.pickling.unpickling
+    import penstock.engine.worker.loop  # noqa: F401
+    from penstock.order.global_generators import numpy_generator, python_generator
+    from penstock.order.sample_randomness import seed_worker
+
+    seed_worker(0, 0)  # torch keeps the stack of the call, and reads the sources of its frames
+    python_generator()
+    numpy_generator()
 
 
 @contextmanager
@@ -166,8 +177,8 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
 
 def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
     """Import the user's modules once for all workers. Returns why this process must not fork."""
-    for name, generation in modules:
-        if _generations.setdefault(name, generation) != generation:
+    for name, count in modules:
+        if _num_reloads.setdefault(name, count) != count:
             return "stale", f"{name} was reloaded after the fork server imported it"
     new = [name for name, _ in modules if name not in sys.modules]
     if new:
@@ -192,7 +203,8 @@ def _import_all(modules: Any, path: list[str]) -> tuple[str, str] | None:
     return None
 
 
-_generations: dict[str, int] = {}
+_num_reloads: dict[str, int] = {}
+"""How often the parent had reloaded each module when it was imported here."""
 
 
 def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
@@ -210,7 +222,15 @@ def _become_worker(body: bytes, fds: list[int], fork_server: int) -> None:
         util._finalizer_registry.clear()  # type: ignore[attr-defined]
         util._run_after_forkers()  # type: ignore[attr-defined]
         channel = connection.Connection(fds[0])
-        assignment = control_socket.place_fds(pickle.loads(body), fds)
+        assignment = _place_fds(pickle.loads(body), fds)
         worker_main(channel, assignment, fds[3:])
 
     end_process(exit_code_of(become))
+
+
+def _place_fds(assignment: WorkerAssignment, fds: list[int]) -> WorkerAssignment:
+    """Return the assignment with the received descriptor numbers filled in."""
+    return assignment._replace(
+        memory=FileHandle(fd=fds[1]),
+        objects=assignment.objects._replace(handle=FileHandle(fd=fds[2])),
+    )

@@ -21,12 +21,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.bad_samples import BadSamplePolicy
 from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.fetch import (
     EmptyBatch,
@@ -64,6 +63,9 @@ from penstock.order.sample_randomness import (
 )
 from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
+
+if TYPE_CHECKING:
+    from penstock.engine.loading.bad_samples import BadSamplePolicy
 
 Loaded = tuple[str, Any, int, bool]
 """Kind and content of a reply, the bytes the batch needs, and whether the slot must be dropped."""
@@ -138,6 +140,8 @@ class WorkerLoop:
         on_error = objects.get("on_error", "raise")
         self._bad_policy: BadSamplePolicy | None = None
         if on_error != "raise":
+            from penstock.engine.loading.bad_samples import BadSamplePolicy
+
             self._bad_policy = BadSamplePolicy(
                 on_error,
                 self._dataset,

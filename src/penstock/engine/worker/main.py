@@ -33,7 +33,6 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling.environment import apply_environment
 from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
 from penstock.errors import NoStopIteration
-from penstock.machine.child_process import watched_parent
 
 _OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"
 
@@ -61,7 +60,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
 
     from penstock.engine.loading import collate, slot_collate
     from penstock.engine.memory import payload
-    from penstock.engine.pickling.pickler import unpickle_objects
+    from penstock.engine.pickling.unpickling import unpickle_objects
     from penstock.engine.worker.loop import WorkerLoop
     from penstock.engine.worker.parent_link import PipeConnection, offer_stack
     from penstock.order.global_generators import use_bit_generator
@@ -215,6 +214,8 @@ def spawned_main(handle: int) -> None:
 
 def watch_parent(parent: int) -> None:
     """Exit within about a second after the parent does, even while user code runs."""
+    from penstock.machine.child_process import watched_parent
+
     is_running = watched_parent(parent)
     if not is_running():
         os._exit(1)

@@ -29,6 +29,7 @@ import torch
 
 import penstock
 from penstock.engine.parent import fork_server
+from penstock.machine.native_threads import count_openblas_threads, count_threads
 
 FOUND = {}
 
@@ -54,6 +55,7 @@ def start(name):
 
 LOADED = ("an open file",)
 start("clean")
+FOUND["threads after a fork"] = count_threads()
 with open("data.bin", "wb+") as file:
     start("an open file")
 start("clean after the file")
@@ -97,6 +99,7 @@ start("threads")
 stop.set()
 thread.join()
 np.ones((300, 300)) @ np.ones((300, 300))
+FOUND["threads in use"] = [count_threads(), 1 + count_openblas_threads()]
 start("OpenBLAS in use")
 os.environ["PENSTOCK_FORK_SERVER"] = "fresh"
 start("the switch")
@@ -158,6 +161,12 @@ def test_the_process_is_forked_only_in_a_clean_state(state: str, found: dict[str
 def test_the_plan_says_which_process_is_forked(found: dict[str, Any]) -> None:
     assert "a copy of this process" in found["clean, plan"]
     assert found["an open file, plan"].startswith("a fresh Python forks workers, because /")
+
+
+def test_openblas_starts_its_threads_again_when_they_are_needed(found: dict[str, Any]) -> None:
+    num_threads, num_expected = found["threads in use"]
+    assert num_threads == num_expected
+    assert found["threads after a fork"] == 1
 
 
 def test_pytest_with_its_captured_output_is_not_clean() -> None:

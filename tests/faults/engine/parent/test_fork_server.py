@@ -24,10 +24,32 @@ from penstock.engine.memory.ring import Ring
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.errors import StartFailed, WorkerDied
+from penstock.machine.facts import Machine
+from penstock.planning.decisions import make_plan
+from penstock.planning.inputs import LoaderRequest, Workload
 from support import leftovers, scripts
 from support.datasets import Numbers, collect
 
 pytestmark = pytest.mark.fault
+
+
+@pytest.mark.parametrize("pool", ["auto", "process", "thread"])
+@pytest.mark.parametrize("start_method", [None, "forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("has_proc", [True, False])
+@pytest.mark.parametrize("can_start_python", [True, False])
+def test_it_is_started_early_exactly_if_the_plan_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+    pool: str,
+    start_method: str | None,
+    has_proc: bool,
+    can_start_python: bool,
+) -> None:
+    monkeypatch.setattr(fork_servers, "has_proc", lambda: has_proc)
+    monkeypatch.setattr(fork_servers, "can_start_python", lambda: can_start_python)
+    facts = Machine(os=sys.platform, has_proc=has_proc, can_start_python=can_start_python)
+    request = LoaderRequest(num_workers=2, pool=pool, start_method=start_method)
+    plan = make_plan(facts, request, Workload())
+    assert fork_servers.is_needed(pool, start_method) == (plan.start_method.value == "forkserver")
 
 
 def load(num_batches: int = 5) -> list[list[int]]:

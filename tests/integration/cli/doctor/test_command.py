@@ -422,7 +422,7 @@ def watched() -> Iterator[subprocess.Popen[str]]:
     code = """
 import sys
 from penstock.cli.doctor.watch import run_watch
-from penstock.machine.facts import GpuReading
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.gpu_usage import GpuUsage
 reading = GpuReading(index=0, name="card", use_percent=42.0, temperature_c=61.0,
                      memory_used_bytes=3 << 30, memory_total_bytes=8 << 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def test_a_child_that_is_lost_is_told_with_what_it_was_doing(
 ) -> None:
     monkeypatch.setenv("PRETEND_COPIES", fate)
     copies = measure_copies(
-        (replace(H200, vendor="amd"),), limit_s, check="support.fake_copies:pretend"
+        (H200._replace(vendor="amd"),), limit_s, check="support.fake_copies:pretend"
     )
     assert words in copies["failure"]
     assert [gpu["name"] for gpu in copies["gpus"]] == ["NVIDIA H200"], "what was measured is kept"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.cli.doctor import watch
-from penstock.machine.facts import GpuReading
+from penstock.machine.gpu_reading import GpuReading
 from penstock.machine.gpu_usage import GpuUsage
 
 pytestmark = pytest.mark.legacy

@@ -6,7 +6,6 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,7 +52,7 @@ def test_a_private_mapping_keeps_its_changes_to_itself(file: SharedFile) -> None
 def test_another_holder_of_the_handle_maps_the_same_memory(file: SharedFile) -> None:
     offset = file.grow(10)
     file.map(offset, 10)[:3] = b"abc"
-    handle = replace(file.handle(), fd=os.dup(file.fd))  # a separate descriptor, as in a worker
+    handle = file.handle()._replace(fd=os.dup(file.fd))  # a separate descriptor, as in a worker
     other = SharedFile.attach(handle)
     assert other.map(offset, 10)[:3] == b"abc"
     other.close()

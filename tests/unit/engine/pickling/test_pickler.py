@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.pickling.pickler import PickledObjects, PickleFile, unpickle_objects
+from penstock.engine.pickling.pickler import PickledObjects, PickleFile
+from penstock.engine.pickling.unpickling import unpickle_objects
 from support.datasets import Numbers, assert_same, draw
 from support.pickling import arrive, worker_side
 
