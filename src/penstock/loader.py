@@ -11,7 +11,6 @@ import inspect
 import itertools
 import os
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +24,7 @@ from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
 from penstock.importing import importing
+from penstock.machine.host import memory_bytes
 from penstock.machine.own_memory import note_imports
 from penstock.options import (
     LoaderOptions,
@@ -180,12 +180,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         self.in_order, self.shuffle = in_order, shuffle
         if self._is_auto:  # use the plan's value until there are measurements
             self.num_workers = self._auto_workers = self.plan.num_workers.value
-        elif num_workers:
-            with importing():
-                from penstock.engine.parent.fork_server import warm_up
+        elif self._uses_fork_server():
+            from penstock.engine.parent.fork_server import warm_up
 
-            context = self.multiprocessing_context
-            warm_up(self.pool, None if context is None else context.get_start_method())
+            warm_up()
 
     def _set_options(
         self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None
@@ -310,7 +308,12 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _make_iterator(self) -> LoaderIterator:
         if not (self.num_workers or self._is_auto or self.sample_timeout_s):
             # There is nothing to choose, and nothing to warn about. See make_plan.
-            return LoaderIterator(self, self._inline_settings(), self._parts())
+            return LoaderIterator(self, self._settings_without_plan("inline", None), self._parts())
+        if self._uses_fork_server():
+            self._changes.undo()
+            settings, parts = self._settings_without_plan("process", "forkserver"), self._parts()
+            self.check_worker_number_rationality()
+            return LoaderIterator(self, settings, parts)
         from penstock.machine.collect import quick_facts
         from penstock.planning.decisions import choose_start_method, make_plan
         from penstock.planning.worker_count import should_measure
@@ -328,26 +331,34 @@ class DataLoader(TorchDataLoader[_T_co]):
             self.check_worker_number_rationality()
         return LoaderIterator(self, settings, parts)
 
-    def _inline_settings(self) -> EngineSettings:
-        """Return the settings of the plan without workers, which needs no facts."""
-        settings = EngineSettings(
-            pool="inline",
-            start_method=None,
-            num_workers=0,
-            prefetch_factor=self._asked_prefetch,
-            per_sample=self.randomness == "sample" and not self._is_iterable(),
-            in_order=self.in_order,
-        )
-        self._record_facts(settings)
-        return settings
+    def _uses_fork_server(self) -> bool:
+        """Return True if the plan is sure to use the fork server, and has nothing to warn about."""
+        if self._is_auto or not self.num_workers:
+            return False
+        with importing():
+            from penstock.engine.parent.fork_server import is_needed
+
+        context = self.multiprocessing_context
+        return is_needed(self.pool, None if context is None else context.get_start_method())
+
+    def _settings_without_plan(self, pool: str, start_method: str | None) -> EngineSettings:
+        """Return the settings of a plan that needs no facts. The first plan takes 10 ms to make."""
+        per_sample = self.randomness == "sample" and not self._is_iterable()
+        return self._make_settings(pool, start_method, self.num_workers, per_sample)
 
     def _settings(self, plan: Plan) -> EngineSettings:
+        method, per_sample = plan.start_method.value, plan.randomness.value == "sample"
+        return self._make_settings(plan.pool.value, method, plan.num_workers.value, per_sample)
+
+    def _make_settings(
+        self, pool: str, start_method: str | None, num_workers: int, per_sample: bool
+    ) -> EngineSettings:
         settings = EngineSettings(
-            pool=plan.pool.value,
-            start_method=plan.start_method.value,
-            num_workers=plan.num_workers.value,
+            pool=pool,
+            start_method=start_method,
+            num_workers=num_workers,
             prefetch_factor=self._asked_prefetch,
-            per_sample=plan.randomness.value == "sample",
+            per_sample=per_sample,
             in_order=self.in_order,
         )
         self._record_facts(settings)
@@ -377,7 +388,10 @@ class DataLoader(TorchDataLoader[_T_co]):
         """Record the size of the first batch, and warn if all batches need too much memory."""
         if self._measured.get("sample_bytes") is None:
             self._measured["sample_bytes"] = batch_bytes // (self._rows_per_batch() or 1)
-            self._warn(self.plan)
+            in_flight_bytes = batch_bytes * self.num_workers * (self._asked_prefetch or 2)
+            _, free_bytes = memory_bytes()
+            if in_flight_bytes > free_bytes // 4:  # the plan warns if it is more than half
+                self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> EngineSettings:
         """Make a new plan from the measurements of the first batches. Called by AutoProducer."""
@@ -498,14 +512,9 @@ class DataLoader(TorchDataLoader[_T_co]):
 
                 trace_steps()  # for samples loaded in this process
             if isinstance(self.trace, Tracing) and self.trace.file is not None:
-                from penstock.trace.writer import TraceWriter, claim_file
+                from penstock.trace.writer import write_trace
 
-                path = os.fspath(self.trace.file)
-                claim_file(path, self)
-                writer = TraceWriter(self._recorder, path)
-                self._recorder.on_end = writer.write_sometimes
-                # Runs when the loader is garbage-collected, or when the program exits.
-                weakref.finalize(self, writer.write)
+                write_trace(self._recorder, os.fspath(self.trace.file), self)
         return self._recorder
 
     def _record_facts(self, settings: EngineSettings) -> None:

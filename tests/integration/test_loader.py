@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -357,13 +358,31 @@ def test_a_loader_without_workers_has_the_settings_of_its_plan(
     dataset: Any, pool: str, randomness: str
 ) -> None:
     loader = DataLoader(dataset, pool=pool, randomness=randomness)
-    assert loader._inline_settings() == loader._settings(loader.plan)
+    assert loader._settings_without_plan("inline", None) == loader._settings(loader.plan)
     assert loader.plan.warnings == ()  # the iterator does not look at the plan
+
+
+@legacy
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no fork server")
+@pytest.mark.parametrize("randomness", ["sample", "worker"])
+@pytest.mark.parametrize("pool", ["auto", "process"])
+@pytest.mark.parametrize("dataset", [Numbers(4), Shards(4)], ids=["indexed", "iterable"])
+def test_a_loader_with_forked_workers_has_the_settings_of_its_plan(
+    dataset: Any, pool: str, randomness: str
+) -> None:
+    options: Any = {"randomness": randomness, "num_workers": 2, "sample_timeout_s": 60.0}
+    loader = DataLoader(dataset, pool=pool, prefetch_factor=3, in_order=False, **options)
+    assert loader._uses_fork_server()
+    settings = loader._settings_without_plan("process", "forkserver")
+    assert settings == loader._settings(loader.plan)
+    assert loader.plan.warnings == ()
 
 
 def test_other_settings_than_those_of_the_plan_would_be_noticed() -> None:
     loader = DataLoader(Numbers(4), num_workers=1)
-    assert loader._inline_settings() != loader._settings(loader.plan)
+    assert loader._settings_without_plan("inline", None) != loader._settings(loader.plan)
+    threads = DataLoader(Numbers(4), num_workers=1, pool="thread")
+    assert not threads._uses_fork_server()
 
 
 @legacy

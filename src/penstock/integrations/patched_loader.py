@@ -182,6 +182,9 @@ class PatchedLoader(DataLoader[Any]):
                 make_key(PATCH_STREAM, self.seed, self._epoch_state.num_begun)
             )
 
+    def _uses_fork_server(self) -> bool:
+        return False  # the plan decides, because it limits what the code requests
+
     def _request(self) -> LoaderRequest:
         """Return what the code requests, limited to what is safe on this machine."""
         request, machine = super()._request(), quick_facts()

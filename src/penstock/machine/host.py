@@ -158,8 +158,9 @@ def memory_bytes(meminfo: Path = _MEMINFO) -> tuple[int, int]:
         True
     """
     if sys.platform == "linux":  # not psutil, whose import takes 10 ms
-        lines = (line.partition(":") for line in read_text(meminfo).splitlines())
-        found = {name: parse_count(value.removesuffix("kB")) for name, _, value in lines}
+        lines = [line for line in read_text(meminfo).splitlines() if line.startswith("Mem")]
+        fields = (line.partition(":") for line in lines)
+        found = {name: parse_count(value.removesuffix("kB")) for name, _, value in fields}
         total, available = found.get("MemTotal"), found.get("MemAvailable")
         if total and available:
             return total * 1024, min(total, available) * 1024

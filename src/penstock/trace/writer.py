@@ -19,7 +19,16 @@ _claims: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """Maps each trace file to the loader of this process that writes it."""
 
 
-def claim_file(path: str, loader: Any) -> None:
+def write_trace(recorder: Recorder, path: str, loader: Any) -> None:
+    """Write the records of a loader to ``path`` from now on: after epochs, and at its end."""
+    _claim_file(path, loader)
+    writer = TraceWriter(recorder, path)
+    recorder.on_end = writer.write_sometimes
+    # Runs when the loader is garbage-collected, or when the program exits.
+    weakref.finalize(loader, writer.write)
+
+
+def _claim_file(path: str, loader: Any) -> None:
     path = os.path.realpath(path)
     if _claims.get(path, loader) is not loader:
         text = f"two loaders write their trace to {path}, so only the last one is kept"

@@ -36,7 +36,7 @@ MAX_MODULE_BYTES = 256 << 10
 with torch for CPUs, 59 KiB with NumPy alone."""
 LATER_MODULE_BYTES = 128 << 10
 """The same for modules imported after torch: 64 KiB for torchvision, albumentations and timm."""
-_PLAIN_DEVICES = re.compile(r"/dev/(null|zero|full|u?random|tty.*|pts/.*|console)$")
+_PLAIN_DEVICES = r"/dev/(null|zero|full|u?random|tty.*|pts/.*|console)$"
 
 
 def why_unclean() -> str | None:
@@ -146,7 +146,7 @@ def _why_keep(fd: int, path: str) -> str | None:
     mode = os.fstat(fd).st_mode
     if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode) or path.startswith("anon_inode:"):
         return None if os.get_inheritable(fd) else f"a connection is open ({path})"
-    if stat.S_ISCHR(mode) and _PLAIN_DEVICES.match(path):
+    if stat.S_ISCHR(mode) and re.match(_PLAIN_DEVICES, path):
         return None
     if stat.S_ISDIR(mode) or path.startswith(("/memfd:penstock", "/sys/", "/proc/")):
         return None

@@ -333,8 +333,6 @@ class ForkServer:
 def _import_common_modules() -> None:
     """Import what this process and its workers need, so that the fork server has it, too."""
     with importing():
-        import penstock.engine.loading.fetch
-        import penstock.engine.loading.gather
         import penstock.engine.pickling.exceptions
         import penstock.engine.pickling.unpickling  # noqa: F401
 
@@ -406,8 +404,8 @@ def is_needed(pool: str, start_method: str | None) -> bool:
     return uses_processes and can_fork and start_method in (None, "forkserver")
 
 
-def warm_up(pool: str, start_method: str | None) -> None:
-    """Start the fork server early for a loader that will need it.
+def warm_up() -> None:
+    """Start the fork server early for a loader that will need it. See :func:`is_needed`.
 
     It imports modules while the program continues. Never raises: the first worker reports errors.
     Does nothing in a child process that only imports a module to find a class in it. A loader at
@@ -415,7 +413,7 @@ def warm_up(pool: str, start_method: str | None) -> None:
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     is_child = is_importing or "penstock.engine.worker.main" in sys.modules
-    if is_needed(pool, start_method) and not is_child:
+    if not is_child:
         with suppress(OSError, StartFailed):
             current_fork_server()
 

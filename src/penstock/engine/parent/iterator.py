@@ -24,6 +24,7 @@ from penstock.engine.parent.context import (
     LoadContext,
     LoaderParts,
 )
+from penstock.engine.parent.inline_producer import InlineProducer
 from penstock.errors import DeviceFailed, NoStopIteration
 from penstock.importing import importing
 from penstock.order.epoch_state import SAMPLING, Effect, EpochIndices, Progress
@@ -85,8 +86,6 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
 
             return AutoProducer(self._context, loader)
         if self._context.settings.pool == "inline":
-            from penstock.engine.parent.inline_producer import InlineProducer
-
             return InlineProducer(self._context)
         with importing():
             from penstock.engine.parent.worker_producer import WorkerProducer

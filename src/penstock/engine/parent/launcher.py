@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Protocol
 from penstock.engine.memory.messages import WorkerAssignment, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent import fork_server as fork_servers
-from penstock.engine.parent.crash_report import describe_server_losses
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.pickling.environment import describe_environment
@@ -226,6 +225,8 @@ class Launcher:
                 elif fork_server.was_killed_from_outside:
                     decision = self._policy.judge_fork_server()
                     if decision is not RestartDecision.RETRY:
+                        from penstock.engine.parent.crash_report import describe_server_losses
+
                         raise describe_server_losses(error, decision, self._policy) from error
                     continue
                 elif not fork_server.was_ready and not fork_server.was_killed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from array import array
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.memory.messages import CONTROL_BYTES, NOTHING, control_bytes
@@ -58,8 +59,8 @@ def control_cells(memory: SharedFile, num_workers: int, trace_bytes: int) -> tup
         offset = memory.grow(CONTROL_BYTES)
     assert offset == 0
     cells = memoryview(memory.map(0, control_bytes(num_workers, trace_bytes))).cast("q")
-    for cell in range(CONTROL_BYTES // 8):
-        cells[cell] = NOTHING
+    num_cells = CONTROL_BYTES // 8
+    cells[:num_cells] = memoryview(array("q", [NOTHING]) * num_cells)
     return cells, trace_bytes
 
 

@@ -22,17 +22,16 @@ from contextlib import contextmanager
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
 from penstock.engine.memory.messages import PickleLocation
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.pickling import reducers, shared_arrays
+from penstock.engine.pickling import reducers
 from penstock.engine.pickling.by_value import ByValueModules
 from penstock.engine.pickling.dynamic_attributes import computes_attributes, reduce_by_class
-from penstock.engine.pickling.error_path import explain
 from penstock.engine.pickling.handles import HandleReducer, is_handle_class
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 from penstock.engine.pickling.reloads import count_reloads
@@ -40,6 +39,12 @@ from penstock.engine.pickling.unpickling import InheritedFd
 from penstock.machine.host import free_memory_bytes
 from penstock.order.dataset_generators import NamedGenerators
 
+if TYPE_CHECKING:
+    from penstock.engine.pickling.shared_arrays import SharedBuffer
+
+LARGE_BYTES = 64 << 20
+"""Larger buffers may be shared with this process. glibc always allocates blocks above 32 MiB with
+mmap. Below 64 MiB, a copy is cheap."""
 _BUFFER_GRAIN = 64
 _MAX_FDS = 200
 """A message to the fork server can carry 250 descriptors, including the engine's own."""
@@ -130,7 +135,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if torch is not None and issubclass(kind, torch.Tensor):
             reduced = _reduce_tensor(obj)
             if reduced is not None:
-                if obj.numel() * obj.element_size() >= shared_arrays.MIN_BYTES:
+                if obj.numel() * obj.element_size() >= LARGE_BYTES:
                     self.large_tensors.append(obj)
                 return reduced
         is_suspected, is_dynamic = self._classes.get(kind) or self._classify(kind)
@@ -262,6 +267,8 @@ class PickledObjects:
         try:
             pickler.dump(objects)
         except Exception as error:
+            from penstock.engine.pickling.error_path import explain
+
             raise explain(objects, error, _dump_and_discard) from error
         self._process = pickler.process
         self.notes = pickler.handles.notes
@@ -279,7 +286,8 @@ class PickledObjects:
         """
         content, fds = self.stream.getbuffer(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
-        shared, notes = self._share(views)
+        large = [place for place, view in enumerate(views) if view.nbytes >= LARGE_BYTES]
+        shared, notes = self._share(views, large) if large else ({}, list(self.notes))
         file = SharedFile.create()
         file.append(content)
         spans = []
@@ -306,20 +314,22 @@ class PickledObjects:
         )
 
     def _share(
-        self, views: list[memoryview]
-    ) -> tuple[dict[int, shared_arrays.SharedBuffer], list[str]]:
+        self, views: list[memoryview], large: list[int]
+    ) -> tuple[dict[int, SharedBuffer], list[str]]:
         """Return the buffers that need no copy, by position, and notes on large buffers."""
-        shared: dict[int, shared_arrays.SharedBuffer] = {}
+        from penstock.engine.pickling import shared_arrays
+
+        shared: dict[int, SharedBuffer] = {}
         notes = list(self.notes)
-        large = [item for item in enumerate(views) if item[1].nbytes >= shared_arrays.MIN_BYTES]
-        budget = shared_arrays.CopyBudget(free_memory_bytes() if large else 0)
-        for place, view in large:
+        budget = shared_arrays.CopyBudget(free_memory_bytes())
+        for place in large:
+            view = views[place]
             copied = f"a buffer of {view.nbytes / 1e9:.2f} GB is copied once for all workers"
             why = budget.why_share(view.nbytes)
             if not why:
                 notes.append(copied)
                 continue
-            outcome: shared_arrays.SharedBuffer | str = "too many descriptors"
+            outcome: SharedBuffer | str = "too many descriptors"
             if len(self._process.fds) + len(shared) < _MAX_FDS:
                 outcome = shared_arrays.share_buffer(view, self._large_tensors)
             if isinstance(outcome, str):

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_ENTRY = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)\n((?:[A-Z].*\n)*)", re.MULTILINE
-)
+_ENTRY = r"(?m)^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)\n((?:[A-Z].*\n)*)"
 """One mapping. In smaps, it is followed by lines that start with a capital letter."""
-_FLAGS = re.compile(r"^VmFlags: (.*)", re.MULTILINE)
+_FLAGS = r"(?m)^VmFlags: (.*)"
 _PAGE_ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
@@ -51,10 +49,10 @@ def list_mappings(start: int, end: int, *, with_flags: bool = False) -> list[Mem
     except OSError:
         return []
     found = []
-    for low, high, rights, offset, device, inode, name, details in _ENTRY.findall(text):
+    for low, high, rights, offset, device, inode, name, details in re.findall(_ENTRY, text):
         first, last = int(low, 16), int(high, 16)
         if first < end and last > start:
-            flags = frozenset(" ".join(_FLAGS.findall(details)).split())
+            flags = frozenset(" ".join(re.findall(_FLAGS, details)).split())
             file_id = (device, inode)
             found.append(MemoryMapping(first, last, rights, int(offset, 16), file_id, name, flags))
     return found

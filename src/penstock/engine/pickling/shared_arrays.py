@@ -49,8 +49,6 @@ VARIABLE = "PENSTOCK_SHARE_ARRAYS"
 """``1``: share whenever it is safe. ``0``: never. Not set: only if a copy does not fit."""
 _COPY_SHARE = 0.8
 """Fraction of free memory available for copies. Batches and workers need the rest."""
-MIN_BYTES = 64 << 20
-"""glibc always allocates blocks above 32 MiB with mmap. Below 64 MiB, a copy is cheap."""
 CHUNK_BYTES = 16 << 20
 """The amount that exists twice at any time while an array is moved."""
 _PAGE = mmap.PAGESIZE

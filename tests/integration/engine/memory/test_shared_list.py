@@ -273,7 +273,7 @@ def test_writes_on_either_side_stay_there_and_the_next_epoch_sees_ours(
     way: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pickler, "free_memory_bytes", lambda: 1 << (40 if fits else 20))
-    array = np.ones(shared_arrays.MIN_BYTES // 8 + 1000, np.int64)
+    array = np.ones(pickler.LARGE_BYTES // 8 + 1000, np.int64)
     for epoch in range(2):
         array[0] = 10 + epoch
         loader = DataLoader(Scribbling(array), batch_size=2, **WAYS[way])

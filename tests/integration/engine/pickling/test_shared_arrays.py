@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux only"),
 ]
 
-NUM_BYTES = shared_arrays.MIN_BYTES + 3 * mmap.PAGESIZE + 40
+NUM_BYTES = pickler.LARGE_BYTES + 3 * mmap.PAGESIZE + 40
 SLACK = 12 << 20
 
 
