@@ -61,6 +61,27 @@ print("left:", sum(len(batch) for batch in left_out))
 """
 
 
+# A loader whose fork server enters the control group between two epochs.
+SERVER = """
+import os, sys
+import penstock
+from penstock.engine.parent import fork_server
+
+def load():
+    return [batch.tolist() for batch in loader]
+
+loader = penstock.DataLoader(range(64), batch_size=4, num_workers=2)
+server = fork_server.current_fork_server()
+print("fresh" if server.why_fresh else "forked")
+expected = load()
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(server.pid))
+assert load() == expected
+assert server.was_killed and fork_server.current_fork_server() is not server
+print("all right")
+"""
+
+
 class SmallGroup:
     """A control group with a small memory limit."""
 
@@ -147,6 +168,19 @@ def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_mem
         run.stdout
     )
     assert "left: 15" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize("group", [1 << 20], indirect=True)
+@pytest.mark.parametrize("kind", ["forked", "fresh"])
+def test_a_fork_server_that_runs_out_of_memory_is_replaced(kind: str, group: SmallGroup) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SERVER, str(group.folder / "cgroup.procs")],
+        env={**os.environ, "PENSTOCK_FORK_SERVER": kind},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.stdout.split("\n") == [kind, "all right", ""], run.stderr
 
 
 def test_looking_takes_less_than_a_millisecond() -> None:
