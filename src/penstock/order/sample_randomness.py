@@ -164,6 +164,7 @@ class SampleRandomness:
         self._set_own = dataset_generators.set if dataset_generators else None
         self._is_first = dataset_generators is not None
         self._num_watched = NUM_OBSERVED
+        self._num_compared = 0
         self._keeps_first, self._checks_repeats = keeps_first, checks_repeats
         self._init_states = init_states
         self._has_noted = False
@@ -360,7 +361,8 @@ class SampleRandomness:
         own = self._own
         assert own is not None
         self._num_watched += 1
-        compares = bool(own) and not self._has_noted
+        compares = bool(own) and not self._has_noted and self._num_compared < NUM_OBSERVED
+        self._num_compared += compares
         before, states = own.contents() if compares else {}, own.save()
         sample = function(index) if self.needs_seeding else self._observe(function, index)
         if compares and own.save() != states:
