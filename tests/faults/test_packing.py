@@ -179,7 +179,7 @@ def test_killed_with_workers_at_work_a_packing_goes_on(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert [Packed(tmp_path / "set")[i]["label"] for i in (0, 150, 299)] == [0, 150, 299]
     assert not [path for path in (tmp_path / "set").iterdir() if path.name.startswith(".")]

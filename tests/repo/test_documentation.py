@@ -20,7 +20,7 @@ import pytest
 from support import scripts
 from support.paths import REPO
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -140,7 +140,7 @@ def results(
     return {**scripts.told(parts[0]), **scripts.told(parts[1])}
 
 
-@pytest.mark.timeout(300)  # the scripts share one setup
+@pytest.mark.timeout(900)  # the scripts share one setup
 @pytest.mark.parametrize(
     "path", DOCUMENTS_WITH_CODE, ids=lambda path: path.relative_to(REPO).as_posix()
 )
@@ -150,7 +150,7 @@ def test_the_python_blocks_of_a_document_run(path: Path, results: dict[Path, Any
     assert result.status == "0", result.said
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("path", WITH_CODE[len(DOCUMENTS_WITH_CODE) :], ids=lambda path: path.name)
 def test_an_example_runs_and_says_what_it_should(path: Path, results: dict[Path, Any]) -> None:
     result = results[path]

@@ -73,7 +73,7 @@ def run(
         text=True,
         cwd=folder,
         env={**os.environ, **environ},
-        timeout=90,
+        timeout=240,
         check=False,
     )
 

@@ -71,7 +71,7 @@ def test_a_class_of_samples_is_no_loader_for_verify(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert found.returncode != 0

@@ -15,7 +15,7 @@ ALONE = "import sys; from penstock.cli import main; sys.argv = ['penstock']; mai
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_the_overview_imports_little_and_no_torch() -> None:

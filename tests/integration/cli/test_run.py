@@ -132,7 +132,7 @@ def ended(command: list[str], folder: Path, **environ: str) -> subprocess.Comple
         text=True,
         cwd=folder,
         env={**os.environ, **environ},
-        timeout=90,
+        timeout=240,
         check=False,
     )
 
@@ -289,7 +289,7 @@ def test_standard_input_is_a_script(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             cwd=tmp_path,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         for command in ([], ["-m", "penstock", "run"])
@@ -322,7 +322,7 @@ def test_a_seed_settles_the_order_of_sets_unless_somebody_has(tmp_path: Path) ->
             cwd=tmp_path,
             env={**cleared, **environ},
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout
         for arguments, environ in runs
     ]

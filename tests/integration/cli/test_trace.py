@@ -56,7 +56,7 @@ def test_where_there_are_no_blocks_it_is_drawn_without(
 ) -> None:
     command = [sys.executable, "-m", "penstock", "trace", "show", files[0]]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=240)
     lines = done.stdout.decode(encoding).splitlines()
     assert (done.returncode, done.stderr) == (0, b"")
     assert lines[0].startswith("worker 0 |")

@@ -195,7 +195,7 @@ def leave(control: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "leaving.py"
     script.write_text(LEAVING.format(control=control))
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_program_that_ends_while_a_batch_is_taken_keeps_its_exit_code(tmp_path: Path) -> None:
@@ -226,6 +226,6 @@ def test_a_loader_of_ours_is_left_at_the_end_of_the_program_without_waiting(
         "began.append(time.monotonic())\n"
     )
     command = [sys.executable, str(script)]
-    end = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    end = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert end.returncode == 0, end.stderr
     assert float(end.stdout) < 5

@@ -61,7 +61,7 @@ def without_proc(program: Path) -> list[str] | None:
         begin = ["unshare", *flags, "sh", "-c"]
         hide = "mount -t tmpfs none /proc && "
         if (
-            subprocess.run([*begin, f"{hide} true"], capture_output=True, timeout=60).returncode
+            subprocess.run([*begin, f"{hide} true"], capture_output=True, timeout=240).returncode
             == 0
         ):
             return [*begin, f'{hide} exec "{sys.executable}" "{program}"']
@@ -95,6 +95,6 @@ def test_the_program_needs_the_loss_of_proc() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import os; assert not os.path.exists('/proc/self')"],
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode != 0) == (sys.platform == "linux")

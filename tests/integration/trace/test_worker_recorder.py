@@ -175,7 +175,7 @@ def test_a_trace_is_written_at_the_end_of_the_program_at_the_latest(tmp_path: Pa
     names = ["run.json", "run.json.gz", "run.html"]
     (tmp_path / "script.py").write_text(SCRIPT.format(names=names))
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stderr) == (0, "")
     for name in names[:2]:

@@ -268,7 +268,7 @@ def test_a_full_dev_shm_and_a_read_only_folder_do_not_matter_where_there_is_a_me
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if result.stderr.startswith(("unshare:", "mount:")):

@@ -110,7 +110,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 notebook = new_notebook(cells=[new_code_cell(cell) for cell in json.load(sys.stdin)])
-NotebookClient(notebook, kernel_name="python3", timeout=60).execute()
+NotebookClient(notebook, kernel_name="python3", timeout=240).execute()
 print(json.dumps([cell.outputs for cell in notebook.cells]))
 """
 
