@@ -16,7 +16,7 @@ import psutil
 
 from support.paths import EXAMPLES
 
-LIMIT_S = 150.0
+LIMIT_S = 400.0
 QUIET = {
     "YOLO_OFFLINE": "true",
     "HF_HUB_OFFLINE": "1",

@@ -14,7 +14,7 @@ import atexit, json, os, signal, sys, time, warnings
 import torch
 from {loader} import DataLoader
 
-LIMIT_S = 60
+LIMIT_S = 180
 warnings.simplefilter("ignore")
 
 def live():

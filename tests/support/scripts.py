@@ -125,7 +125,7 @@ def read_line(process: subprocess.Popen[str], expected: str) -> None:
     raise AssertionError(f"the program ended before {expected!r}:\n{process.stderr.read()}")
 
 
-def wait_for_family(pid: int, count: int, limit_s: float = 20.0) -> list[int]:
+def wait_for_family(pid: int, count: int, limit_s: float = 120.0) -> list[int]:
     """Wait until a process has this many descendants, and return them."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:

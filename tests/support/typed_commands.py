@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<info>[^\n]*)\n(?P<body>.*?)^```[ \t]*$",

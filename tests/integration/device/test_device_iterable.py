@@ -26,7 +26,7 @@ def num_threads() -> int:
     return sum(thread.name == "penstock-to-device" for thread in threading.enumerate())
 
 
-def wait_until_no_thread(limit_s: float = 5.0) -> None:
+def wait_until_no_thread(limit_s: float = 30.0) -> None:
     until_s = time.monotonic() + limit_s
     while num_threads():
         assert time.monotonic() < until_s, "the thread is still there"

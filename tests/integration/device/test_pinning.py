@@ -49,7 +49,7 @@ def use_all(ring: PinnedRing) -> None:
     wait_until(lambda: ring._collect() or len(ring._free) == FIRST_SLOTS)
 
 
-def wait_until(is_so: Callable[[], object], limit_s: float = 5.0) -> None:
+def wait_until(is_so: Callable[[], object], limit_s: float = 30.0) -> None:
     until_s = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < until_s, "it did not come about"

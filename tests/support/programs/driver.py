@@ -26,7 +26,7 @@ from support.programs import record
 from support.programs.record import Program
 from support.programs.shrinking import MAX_TRIES, shrink
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 """A program takes well under a second. With spawned workers it takes some seconds."""
 PROGRAMS_PER_CHILD = 40
 MAX_TRIES_OF_HANGS = 8
