@@ -17,12 +17,13 @@ OTHERS = $(addprefix tests/,compat gpu property repo)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
 	env-core env-vision env-legacy test-core test-vision test-legacy \
-	test-integration test-faults test-others test-unit
+	test-integration test-faults test-others test-unit test-windows
 
 help:
 	@echo 'make demo    train a small model through the loader'
 	@echo 'make test    all test legs without slow tests: core, vision, legacy (one: make test-core)'
 	@echo 'make test-all  every leg there is, with the slow tests'
+	@echo 'make test-windows  tests with Windows Python under Wine (needs root and a Debian apt)'
 	@echo 'make check   format, lint, types, layers, spelling'
 	@echo 'make format  rewrite the sources the way make check wants them'
 	@echo 'make soak    the long counts'
@@ -69,6 +70,8 @@ coverage: env-core
 	tools/coverage.sh $(BIN)/python $(ARGS)
 
 clean:
+	@if grep -qs ' $(CURDIR)/build' /proc/mounts; then \
+		echo 'clean: something is mounted under build; unmount it first' >&2; exit 1; fi
 	rm -rf .venv .venv-vision .venv-legacy build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -96,6 +99,10 @@ test-vision: env-vision
 
 test-legacy: env-legacy
 	@.venv-legacy/bin/python tools/run_pytest.py legacy -m "legacy$(NOT_SLOW)" tests $(ARGS)
+
+# Windows Python under Wine. Builds build/windows on first use.
+test-windows:
+	@tools/windows_leg.sh test $(ARGS)
 
 env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:

@@ -49,6 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     They run the same code as the fork server's workers. test_loader.py has them in this leg too.
     """
+    if sys.platform == "win32":
+        for item in items:  # translated code is slow; only a hang reaches this limit
+            item.add_marker(pytest.mark.timeout(1200), append=False)
     if not config.option.markexpr.startswith("legacy"):
         return
     left_out = [item for item in items if _way_of(item) in ("thread", "fork")]

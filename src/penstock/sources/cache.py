@@ -45,7 +45,7 @@ from penstock.sources.fields import (
     mean_bytes,
     split_sample,
 )
-from penstock.sources.file_locks import lock_file
+from penstock.sources.file_locks import close_and_remove, lock_file
 from penstock.sources.manifest import MARK, VERSION, FieldSchema
 from penstock.sources.packed_writer import PART_PREFIX, make_fingerprint, read_text, write_whole
 
@@ -312,8 +312,13 @@ def _opening(files: CacheFolder) -> Iterator[None]:
     try:
         lock_file(descriptor, waits=True)
         yield
-    finally:
+    except AlreadyThere:  # the folder is not ours
+        close_and_remove(descriptor, files.path(_LOCK))
+        raise
+    except BaseException:
         os.close(descriptor)
+        raise
+    os.close(descriptor)
 
 
 def _begin(
@@ -336,8 +341,6 @@ def _begin(
     others = sorted(name for name in found if not name.startswith(PART_PREFIX))
     # The mark distinguishes files of a killed process from other files.
     if others and _UNFINISHED not in found:
-        with contextlib.suppress(OSError):
-            os.unlink(files.path(_LOCK))
         raise AlreadyThere(
             f"{files} is not a cache, and it is not empty: it contains {others[0]!r}",
             remedy="cached(dataset, 'an empty folder')",

@@ -36,21 +36,37 @@ def packing_lock(folder: str) -> Iterator[None]:
     """Hold the folder's lock. Raises AlreadyThere if another process holds it."""
     path = os.path.join(folder, PACKING_LOCK)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    is_mine = False
     try:
         # If the last holder has removed the file since we opened it, our lock has no effect.
-        if not lock_file(descriptor, waits=False) or not os.fstat(descriptor).st_nlink:
+        is_mine = lock_file(descriptor, waits=False) and os.fstat(descriptor).st_nlink > 0
+        if not is_mine:
             raise AlreadyThere(
                 f"{folder} is being packed by another process",
                 remedy="wait for it, or stop it and call again (finished shards are kept)",
                 path=folder,
             )
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        yield
     finally:
-        os.close(descriptor)
+        if is_mine:
+            close_and_remove(descriptor, path)
+        else:
+            os.close(descriptor)
+
+
+def close_and_remove(descriptor: int, path: str) -> None:
+    """Remove a file whose lock this process holds, and release the lock.
+
+    POSIX removes the file before another process can lock it. Windows removes only closed files,
+    and refuses if another process has opened the file since.
+    """
+    if os.name == "posix":
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os.close(descriptor)
+    if os.name != "posix":
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 @contextlib.contextmanager

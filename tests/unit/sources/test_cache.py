@@ -11,6 +11,8 @@ from penstock import cached, pack
 from penstock.errors import AlreadyThere, CannotPack
 from support.packed_sets import digest
 
+pytestmark = pytest.mark.windows
+
 SAMPLES = [{"x": float(index)} for index in range(5)]
 
 

@@ -14,6 +14,8 @@ from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite, 
 from penstock.sources.file_locks import packing_lock
 from support.packed_sets import Mixed, Pixels, digest
 
+pytestmark = pytest.mark.windows
+
 
 class Given:
     """A dataset that returns the given samples."""

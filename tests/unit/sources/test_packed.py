@@ -25,7 +25,7 @@ from penstock.errors import BadArgument, BadStore, CannotPack, Damaged
 from penstock.sources.columns import TRY_OTHER_EVERY, RowTable
 from support.packed_sets import Mixed, Pixels, digest, flip
 
-pytestmark = pytest.mark.legacy
+pytestmark = [pytest.mark.legacy, pytest.mark.windows]
 
 NUM_PIXELS = 1022
 """Two shards of equal size."""
@@ -275,6 +275,7 @@ def test_what_can_be_seen_at_opening_is_named_there(case: str, pixels: Path) -> 
         assert isinstance(caught.value, ValueError)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
 def test_a_link_out_of_the_folder_is_refused(pixels: Path, tmp_path: Path) -> None:
     file = pixels / "field_0-00000.npy"
     file.rename(tmp_path / "elsewhere.npy")

@@ -17,6 +17,8 @@ from penstock import CenterCrop, Field, Packed, Resize, pack
 from penstock.errors import BadArgument, BadStore
 from support.packed_sets import Mixed
 
+pytestmark = pytest.mark.windows
+
 
 def make(tmp_path: Path) -> Packed:
     rows = [np.full(300, number, np.int64) for number in range(20)]

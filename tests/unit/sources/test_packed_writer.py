@@ -14,6 +14,8 @@ import torch
 from penstock import DataLoader, Field, cached, pack
 from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite
 
+pytestmark = pytest.mark.windows
+
 FLOATS = "Field(dtype='float64')"
 REFUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "no fields": ([{}, {}], {}, "an empty dict"),

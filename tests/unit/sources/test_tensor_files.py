@@ -15,7 +15,7 @@ from penstock import DataLoader, open_tensors
 from penstock.errors import BadArgument, BadStore
 from penstock.sources.array_files import make_header
 
-pytestmark = pytest.mark.legacy
+pytestmark = [pytest.mark.legacy, pytest.mark.windows]
 
 
 def test_arrays_open_as_they_are(tmp_path: Path) -> None:
