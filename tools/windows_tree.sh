@@ -6,11 +6,12 @@
 set -eu
 
 WINE=10.0~repack-6 BOX64=0.3.4+dfsg-1 SUITE=trixie
-WINE_PACKAGES="wine64=$WINE libwine=$WINE libz-mingw-w64 libc6 libgcc-s1 libunwind8 liblzma5 zlib1g
-    libfreetype6 libpng16-16t64 libbrotli1 libbz2-1.0"
+# libc-bin has the UTF-8 locale, without which Wine knows only ASCII names of files.
+WINE_PACKAGES="wine64=$WINE libwine=$WINE libz-mingw-w64 libc6 libc-bin libgcc-s1 libunwind8 liblzma5
+    zlib1g libfreetype6 libpng16-16t64 libbrotli1 libbz2-1.0"
 # The libraries are those that box64 looks for. Without them it complains in every program.
-BOX64_PACKAGES="box64=$BOX64 libc6 libcups2t64 libfontconfig1 libfreetype6 libgcc-s1 libgnutls30t64
-    liblzma5 libusb-1.0-0 libvulkan1"
+BOX64_PACKAGES="box64=$BOX64 libc6 libc-bin libcups2t64 libfontconfig1 libfreetype6 libgcc-s1
+    libgnutls30t64 liblzma5 libusb-1.0-0 libvulkan1"
 NOBODY=65534
 
 state=$PWD/build/windows

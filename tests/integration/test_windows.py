@@ -7,6 +7,7 @@ each one imports torch, which takes a quarter of a minute in translated code.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -30,6 +31,11 @@ pytestmark = [pytest.mark.windows, pytest.mark.timeout(300)]
 IS_WINDOWS = sys.platform == "win32"
 NAMES = ["with spaces", "größe-数据", "x" * 120 + "/" + "y" * 120]
 """Names of folders. The last one makes a path longer than the 260 characters of old Windows."""
+
+
+def is_wine() -> bool:
+    return IS_WINDOWS and hasattr(ctypes.WinDLL("ntdll"), "wine_get_version")  # type: ignore[attr-defined]
+
 
 GUARDLESS = """
 import glob, json, os, random, sys, tempfile
@@ -65,7 +71,7 @@ batches = list(loader)
 report["same bits"] = [(x.tolist(), y.tolist()) for x, y, _ in batches] == inline
 pids = sorted({pid for batch in batches for pid in batch[2].tolist()})
 report["elsewhere"] = len(pids) == 2 and os.getpid() not in pids
-report["files in use"] = len(shared_files())
+report["files in use"] = bool(shared_files())
 again = list(loader)
 report["persistent"] = sorted({pid for batch in again for pid in batch[2].tolist()}) == pids
 del batches, again
@@ -76,6 +82,7 @@ print(json.dumps(report), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_gives_the_same_bits_with_workers(tmp_path: Path) -> None:
     folder = tmp_path / NAMES[0] / NAMES[1]
     folder.mkdir(parents=True)
@@ -90,7 +97,7 @@ def test_a_script_without_a_guard_gives_the_same_bits_with_workers(tmp_path: Pat
     assert json.loads(report) == {
         "same bits": True,
         "elsewhere": True,
-        "files in use": 1 if IS_WINDOWS else 0,  # control: there, batches are in a named file
+        "files in use": IS_WINDOWS,  # control: there, batches are in a named file
         "persistent": True,
         "files left": 0,
     }
@@ -106,6 +113,7 @@ list(DataLoader(range(4), num_workers=1, collate_fn=lambda x: x, multiprocessing
 """
 
 
+@pytest.mark.slow
 def test_control_torch_s_own_loader_needs_a_guard_and_no_lambda(tmp_path: Path) -> None:
     result = scripts.run(TORCH, tmp_path)
     assert result.returncode != 0
@@ -132,6 +140,7 @@ class Fatal(Samples):
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hung"])
 def test_a_worker_that_is_lost_is_replaced_and_the_bits_are_the_same(
     hangs: bool, tmp_path: Path
@@ -162,6 +171,7 @@ time.sleep(600)
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_nothing_outlives_a_program_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +183,7 @@ def test_nothing_outlives_a_program_that_is_killed(
         scripts.read_line(program, "ready")
         family = scripts.family_of(program.pid)
         assert family  # control: there was a worker
-        assert len(os.listdir(scratch)) == (1 if IS_WINDOWS else 0)  # control: the shared file
+        assert bool(os.listdir(scratch)) is IS_WINDOWS  # control: its shared files
         program.kill()
         program.wait()
         assert leftovers.wait_until_gone(family) == []
@@ -185,6 +195,8 @@ def test_nothing_outlives_a_program_that_is_killed(
 
 @pytest.mark.parametrize("name", NAMES, ids=["spaces", "non-ASCII", "long"])
 def test_sets_and_caches_work_under_every_name(name: str, tmp_path: Path) -> None:
+    if is_wine() and len(name) > 200:
+        pytest.skip("GetFinalPathNameByHandle of Wine fails for long paths")
     folder = tmp_path / name
     folder.mkdir(parents=True)
     packed = pack(Numbers(12), folder / "set", workers=0)
@@ -260,6 +272,7 @@ print("batches", [b.tolist() for b in loader])
 """
 
 
+@pytest.mark.slow
 def test_penstock_run_runs_a_script_with_workers(tmp_path: Path) -> None:
     (tmp_path / "train it.py").write_text(TRAINING)
     command = [sys.executable, "-m", "penstock", "run", "--workers", "1", "train it.py"]
@@ -271,4 +284,4 @@ def test_penstock_run_runs_a_script_with_workers(tmp_path: Path) -> None:
 def test_doctor_describes_this_machine() -> None:
     done = command_line.invoke("doctor")
     assert done.exit_code == 0, done.output
-    assert ("Windows" in done.output) is IS_WINDOWS
+    assert ("win32" in done.output) is IS_WINDOWS

@@ -2,8 +2,8 @@
 
 Only code that needs Windows is here. Most other differences follow from missing features
 (``fork``, ``poll``, ``memfd_create``, signal masks). They are tested on Linux with those features
-removed: ``tests/integration/engine/test_without_posix.py``. This module runs only on Windows, in
-the Windows job of the hosted CI.
+removed: ``tests/integration/engine/test_without_posix.py``. This module runs only on Windows, and
+in the windows leg: ``tests/integration/test_windows.py``.
 
 - A child inherits only the listed handles, and does not receive Ctrl-C from the console.
 - The end of a pipe is a handle, which multiprocessing wraps in its own class.
