@@ -83,7 +83,10 @@ print(json.dumps(report), flush=True)
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_gives_the_same_bits_with_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_piped", [False, True], ids=["a file", "python -"])
+def test_a_script_without_a_guard_gives_the_same_bits_with_workers(
+    is_piped: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / NAMES[0] / NAMES[1]
     folder.mkdir(parents=True)
     scratch = tmp_path / "scratch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,22 @@ def test_its_versions_are_those_of_the_core_leg() -> None:
     core = (REPO / "constraints" / "core.txt").read_text("utf-8")
     for name, version in pins(REPO / "requirements" / "windows.txt").items():
         assert re.search(rf"^{name}=={re.escape(version)}( ;|$)", core, re.MULTILINE), name
+
+
+CLEAN = 'mount -t tmpfs none build/mounted && make clean; echo "ended with $?"'
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="mounts need root")
+def test_make_clean_refuses_a_tree_with_mounts(tmp_path: Path) -> None:
+    shutil.copy(REPO / "Makefile", tmp_path)
+    for name in ("build/mounted", "src", "tests", "benchmarks"):
+        (tmp_path / name).mkdir(parents=True)
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CLEAN]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    if "ended with" not in ended.stdout or "mount:" in ended.stderr:
+        pytest.skip(f"mounts are not permitted here: {ended.stderr}")
+    assert "ended with 2" in ended.stdout
+    assert "something is mounted under build" in ended.stderr
+    assert (tmp_path / "build").exists()
+    subprocess.run(["make", "clean"], cwd=tmp_path, capture_output=True, check=True)
+    assert not (tmp_path / "build").exists()  # control: without the mount it is removed
