@@ -12,12 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
-OTHERS = $(addprefix tests/,compat gpu property repo)
+OTHERS = $(addprefix tests/,compat gpu property)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
 	env-core env-vision env-legacy test-core test-vision test-legacy \
-	test-integration test-faults test-others test-unit test-windows
+	test-integration test-faults test-repo test-others test-unit test-windows
 
 help:
 	@echo 'make demo    train a small model through the loader'
@@ -81,12 +81,15 @@ clean:
 test-core: env-core
 	@MAKE='$(MAKE)' tools/test_core.sh .venv/bin/python $(ARGS)
 
-# Its parts, two of which run at once.
+# Its parts. `make test` runs them in lanes.
 test-integration: env-core
 	@$(BIN)/python tools/run_pytest.py integration -m "not soak$(NOT_SLOW)" tests/integration $(ARGS)
 
 test-faults: env-core
 	@$(BIN)/python tools/run_pytest.py faults -m "not soak$(NOT_SLOW)" tests/faults $(ARGS)
+
+test-repo: env-core
+	@$(BIN)/python tools/run_pytest.py repo -m "not soak$(NOT_SLOW)" tests/repo $(ARGS)
 
 test-others: env-core
 	@$(BIN)/python tools/run_pytest.py others -m "not soak$(NOT_SLOW)" $(OTHERS) $(ARGS)

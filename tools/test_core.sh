@@ -10,7 +10,7 @@ if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 
 make=${MAKE:-make}
 log=$(mktemp)
-"$make" --no-print-directory --keep-going test-faults test-others test-unit >"$log" 2>&1 &
+"$make" --no-print-directory --keep-going test-faults test-repo test-others test-unit >"$log" 2>&1 &
 other=$!
 trap 'kill "$other" 2>/dev/null; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM

@@ -2,7 +2,7 @@
 # Runs the test legs in three parallel lanes, then prints which legs ran, which did not, and why.
 # Missing environments are built during the run.
 #
-#   three lanes    each takes the next part: integration, faults, the rest of core, vision, legacy
+#   three lanes    each takes the next part. Short ones come last, so that all lanes end together
 #   in parallel    browser, environments
 #
 # Run one after the other, the legs would leave two cores mostly idle, because their tests wait for
@@ -11,7 +11,7 @@
 set -u
 
 make=${MAKE:-make}
-parts="integration faults others vision legacy unit"
+parts="integration faults repo vision legacy others unit"
 notes=$(mktemp -d)
 : >"$notes/summary"
 

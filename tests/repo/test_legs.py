@@ -15,7 +15,15 @@ from support.paths import REPO
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a shell script")
 
-PARTS = ["core: faults", "core: integration", "core: others", "core: unit", "legacy", "vision"]
+PARTS = [
+    "core: faults",
+    "core: integration",
+    "core: others",
+    "core: repo",
+    "core: unit",
+    "legacy",
+    "vision",
+]
 MAKE = """#!/bin/sh
 echo "$2" >>called
 [ "$2" != "$FAILING" ]
