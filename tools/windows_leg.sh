@@ -106,7 +106,8 @@ test | python)
     check_machine
     mkdir -p "$state"
     exec 9>"$state/lock"
-    flock 9 # one call at a time: Wine's server belongs to one process namespace
+    # One call at a time: Wine's server belongs to one process namespace.
+    flock --timeout $LIMIT_S 9 || { echo "windows: another call is still running" >&2; exit 1; }
     prepare
     ;;
 esac

@@ -137,7 +137,7 @@ def test_a_fork_server_that_was_closed_is_started_again() -> None:
 
 
 def test_a_fork_server_that_still_imports_torch_is_not_waited_for() -> None:
-    """It has no workers yet, so it is killed. A ready one ends by itself."""
+    """A fork server without workers is killed. One that is ready exits on its own."""
     fork_servers.close_fork_server()
     loader = DataLoader(Numbers(10), batch_size=2, num_workers=2)
     starting = fork_servers.current_fork_server()
