@@ -112,7 +112,7 @@ def yolo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=240,
             env={
                 **os.environ,
                 **environ,

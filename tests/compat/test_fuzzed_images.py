@@ -20,7 +20,7 @@ from support import fuzzed_jpegs
 from support.datasets import WAYS
 
 pytest.importorskip("PIL")
-pytestmark = [pytest.mark.vision, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.vision
 
 NUM_BROKEN, NUM_GOOD = 120, 240
 MAX_GROWTH_KB = 300 << 10

@@ -26,7 +26,7 @@ def test_a_folder_trains_and_packed_it_trains_to_the_same_loss(tmp_path: Path) -
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

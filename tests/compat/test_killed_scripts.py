@@ -144,7 +144,7 @@ def kill_half_way(case: Case, folder: Path) -> None:
     finally:
         for rank in ranks:  # their workers then exit
             rank.kill()
-            rank.communicate(timeout=60)
+            rank.communicate(timeout=240)
 
 
 def seen_by(case: Case, folder: Path) -> list[list[Any]]:
@@ -163,7 +163,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         kill_half_way(case, folder)
         before = seen_by(case, folder)
         for rank in start(case, folder, -1):
-            _, errors = rank.communicate(timeout=120)
+            _, errors = rank.communicate(timeout=240)
             assert rank.returncode == 0, errors[-3000:]
         return before, seen_by(case, folder)
 

@@ -16,7 +16,6 @@ from support.datasets import Draws
 
 pytestmark = [
     pytest.mark.vision,
-    pytest.mark.timeout(240),
     # Advice and deprecation warnings of Lightning and its dependencies, unrelated to the loader.
     pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),

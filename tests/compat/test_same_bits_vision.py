@@ -20,7 +20,7 @@ pytest.importorskip("torchvision")
 v2 = pytest.importorskip("torchvision.transforms.v2")
 from torchvision import datasets  # noqa: E402
 
-pytestmark = [pytest.mark.vision, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.vision
 
 QUICK = stream_hash.quick_grid()
 TRANSFORM = v2.Compose(

@@ -49,7 +49,7 @@ def test_no_folder_of_a_worker_is_left(tmp_path: Path, end: str) -> None:
         [sys.executable, str(program), end],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         env={**os.environ, "TMPDIR": str(folder)},
     )
     lines = done.stdout.splitlines()

@@ -25,7 +25,7 @@ from support import scripts
 from support.datasets import PROCESS_WAYS, WAYS, Draws, Numbers, assert_same, collect
 from support.paths import TESTS
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.fault
 
 PAGE = TESTS.parent / "docs" / "troubleshooting.md"
 

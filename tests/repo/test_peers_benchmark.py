@@ -19,7 +19,7 @@ def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_p
         capture_output=True,
         text=True,
         env=environment,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -42,7 +42,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: list[str], folder: Path) -> str:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -39,7 +39,7 @@ def test_the_site_builds_and_every_link_leads_somewhere(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def run_one(program: Path, folder: Path, kind: str, end: str) -> list[str]:
     is_ready = process.stdout.readline() == "ready\n"
     if is_ready and end.startswith("SIG"):
         process.send_signal(signal.Signals[end])
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     problems = [] if is_ready else [f"did not start: {errors[-500:]}"]
     if process.returncode != ENDS[end]:
         problems.append(f"ended with {process.returncode}: {errors[-500:]}")

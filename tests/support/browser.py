@@ -137,7 +137,7 @@ def _request(method: str, url: str, body: Any = None) -> Any:
     request = urllib.request.Request(url, content, method=method)
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return json.loads(answer.read())["value"]
     except urllib.error.HTTPError as error:
         with error:

@@ -59,7 +59,7 @@ def test_a_killed_command_leaves_neither_process_nor_folder(
     assert family
     process.send_signal(number)
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=10.0)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert alive == []
     assert list((tmp_path / "temporary").glob("penstock-*")) == []
 

@@ -140,7 +140,7 @@ def test_a_real_kill_by_a_control_group_s_limit_is_counted(
     ) as process:
         try:
             assert OomCount.now(membership=membership).since(before).kind is None  # control
-            process.communicate(b"!", timeout=30)
+            process.communicate(b"!", timeout=240)
         finally:
             process.kill()
     found = OomCount.now(membership=membership).since(before)
@@ -148,7 +148,6 @@ def test_a_real_kill_by_a_control_group_s_limit_is_counted(
     assert (found.kind, found.num_kills, found.limit_bytes) == ("cgroup", 1, LIMIT_BYTES)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("group", [ROOM_FOR_A_LOADER_BYTES], indirect=True)
 def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_memory(
     group: SmallGroup,
@@ -157,7 +156,7 @@ def test_a_loader_names_the_kernel_s_killer_with_the_limit_and_each_worker_s_mem
         [sys.executable, "-c", LOADER, str(group.folder / "cgroup.procs")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert (
         "killed by the kernel's OOM killer: 1 kill in this control group (limit 1.5 GiB)"
@@ -178,7 +177,7 @@ def test_a_fork_server_that_runs_out_of_memory_is_replaced(kind: str, group: Sma
         env={**os.environ, "PENSTOCK_FORK_SERVER": kind},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert run.stdout.split("\n") == [kind, "all right", ""], run.stderr
 

@@ -21,7 +21,7 @@ import torch
 import penstock
 from penstock import DataLoader, cached
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fault
 
 LENGTH = 40
 DRAWS: dict[str, Callable[[Any], float]] = {

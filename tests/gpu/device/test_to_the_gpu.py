@@ -250,6 +250,6 @@ print("done")
 """
     )
     command = [tool, "--tool", "memcheck", "--error-exitcode", "7", sys.executable, str(program)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert "done" in result.stdout

@@ -38,7 +38,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
 

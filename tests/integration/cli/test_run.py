@@ -13,7 +13,6 @@ import pytest
 
 from support import scripts
 
-pytestmark = pytest.mark.timeout(240)
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and fork")
 
 NAMES = """

@@ -166,7 +166,7 @@ def ends(
             capture_output=True,
             text=True,
             cwd=folder,
-            timeout=120,
+            timeout=240,
             check=False,
         )
 
@@ -325,7 +325,7 @@ def test_under_torchrun_each_rank_runs_the_script_and_reports(tmp_path: Path) ->
         text=True,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert end.returncode == 0, end.stderr

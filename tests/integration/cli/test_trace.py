@@ -129,7 +129,7 @@ def test_run_writes_the_timeline_of_all_loaders_and_says_what_limits(tmp_path: P
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "penstock: trace: " in done.stderr
@@ -150,7 +150,7 @@ def test_run_traces_a_script_that_has_our_loader_already(tmp_path: Path) -> None
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "penstock: trace: " in done.stderr
@@ -164,7 +164,7 @@ def test_run_refuses_a_trace_that_cannot_be_written_before_the_script_runs(tmp_p
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 2
     assert "BadArgument" in done.stderr

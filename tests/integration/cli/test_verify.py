@@ -69,7 +69,7 @@ def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

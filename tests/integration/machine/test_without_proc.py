@@ -78,7 +78,7 @@ def test_loaders_of_every_kind_load_without_proc(tmp_path: Path) -> None:
         command,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,6 @@ from support.paths import TESTS
 from support.stream_hash import GOLDEN, Augmented, make
 
 legacy = pytest.mark.legacy
-pytestmark = pytest.mark.timeout(240)
 
 # -- the expected hash -----------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ def step(kind: str, which: str = "forward") -> ProbeStep:
 MIXED = "plain:raises,strided:crashes,dilated:hangs,grouped:wrong"
 
 
+@pytest.mark.slow
 def test_the_probe_tells_the_five_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in broken_convolution.environment(MIXED, tmp_path).items():
         monkeypatch.setenv(name, value)

@@ -271,6 +271,7 @@ def fork_and_end() -> int:
     return pid
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_a_fork_in_every_step_keeps_memory_and_descriptors_bounded() -> None:
     iterator = iter(DataLoader(Numbers(800, (50,)), batch_size=4, num_workers=2))
@@ -320,6 +321,7 @@ print(most_fds, most_parked, ring.num_slots, file.num_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts descriptors in /proc")
 def test_a_fork_in_each_of_two_thousand_steps_takes_one_segment(tmp_path: Path) -> None:
     """Runs without torch, which makes a fork ten times slower."""

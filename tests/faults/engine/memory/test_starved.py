@@ -27,7 +27,7 @@ class Data(torch.utils.data.Dataset):
 batches = [*DataLoader(Data(), batch_size=2, num_workers=1)][:1]  # everything is imported
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 arguments = dict({arguments})
-batches = list(DataLoader(Data(), batch_size=2, num_workers=2, timeout=20, **arguments))
+batches = list(DataLoader(Data(), batch_size=2, num_workers=2, timeout=200, **arguments))
 assert len(batches) == 350
 for n, (image, small, label) in enumerate(batches):
     assert image.unique().tolist() == small.unique().tolist() == label.tolist() == [2*n, 2*n+1]
@@ -151,6 +151,7 @@ def test_sixty_four_tensors_held_for_long_stay_right(way: str) -> None:
         assert piece.unique().tolist() == [number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", QUICK_WAYS)
 def test_sixty_loaders_made_used_for_one_batch_and_dropped_leave_nothing(way: str) -> None:
     process = psutil.Process()

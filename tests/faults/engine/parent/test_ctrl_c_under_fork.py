@@ -79,6 +79,7 @@ def test_another_child_does(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in result.stderr
 
 
+@pytest.mark.slow
 def test_programs_that_get_ctrl_c_at_random_moments_end(tmp_path: Path) -> None:
     endings = interrupts.interrupt(tmp_path, NUM_PROGRAMS)
     assert len(endings) == NUM_PROGRAMS

@@ -232,7 +232,6 @@ def test_a_loader_without_a_death_tells_of_none() -> None:
     assert len(collect(DataLoader(Deadly(kill, at=-1), batch_size=4, num_workers=2))) == 10
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("end", [leave_politely, interrupt])
 def test_a_thread_that_is_told_to_exit_is_an_error_and_not_a_hang(end: Any) -> None:
     loader = DataLoader(Deadly(end), batch_size=4, num_workers=2, pool="thread")

@@ -149,7 +149,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
                 scripts.read_line(program, "ready")
             family = scripts.family_of(program.pid)
             os.killpg(program.pid, signal.SIGINT)  # the whole group, like a terminal
-            _, said = program.communicate(timeout=40)
+            _, said = program.communicate(timeout=240)
             return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)
 
     return scripts.run_all(interrupt, INTERRUPTED)
@@ -226,7 +226,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         with scripts.running(
             HEAD + TELL + body, scripts.make_folder(tmp_path_factory, "ended")
         ) as program:
-            out, said = program.communicate(timeout=40)
+            out, said = program.communicate(timeout=240)
         family = [int(pid) for pid in out.split()]
         return program.returncode, said, leftovers.wait_until_gone(family, GONE_S)
 

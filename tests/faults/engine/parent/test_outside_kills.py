@@ -23,7 +23,7 @@ from support.datasets import PROCESS_WAYS, WAYS, assert_same, collect
 from support.killer import Killer
 from support.worker_faults import Fateful, FatefulBatches, FatefulStream, Log
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LENGTH = 200
 FEW_KILLS = 10

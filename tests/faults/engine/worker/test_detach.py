@@ -310,7 +310,7 @@ time.sleep(600)
 
 def test_a_ctrl_c_during_the_start_reaches_only_the_user_s_code(tmp_path: Path) -> None:
     with scripts.running(INTERRUPTED, tmp_path) as process:  # in a process group of its own
-        output, errors = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=240)
     assert errors == ""
     assert output == "interrupted\n"
 

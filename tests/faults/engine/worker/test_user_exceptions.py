@@ -102,7 +102,6 @@ def test_under_spawn_the_exception_is_whole_too() -> None:
 
 
 @pytest.mark.legacy
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("way", WORKER_WAYS)
 @pytest.mark.parametrize("kind", [Unpicklable, LockInside])
 def test_an_exception_that_cannot_be_pickled_arrives(kind: Any, way: str) -> None:
@@ -170,7 +169,6 @@ def test_a_stop_iteration_in_a_sample_does_not_end_the_epoch_silently(way: str) 
         collect(DataLoader(Samples(stop), batch_size=4, **WAYS[way]))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("way", QUICK_WAYS)
 def test_an_exception_in_a_sampler_comes_in_its_turn_and_then_it_is_over(way: str) -> None:
     class Broken:

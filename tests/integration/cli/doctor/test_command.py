@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from support import scripts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the trials share one setup
 
-MAX_S_WITHOUT_SCRIPT = 3.0
+MAX_CPU_S_WITHOUT_SCRIPT = 3.0
 COLOUR = re.compile(r"\x1b\[")
 
 GOOD = """
@@ -168,7 +167,7 @@ def doctor(
         encoding="utf-8",
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", **environ},
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -325,15 +324,18 @@ def test_arguments_after_two_dashes_are_the_script_s(trials: dict[str, Any]) -> 
 # -- the machine alone ---------------------------------------------------------------------------
 
 
-def test_without_a_script_it_answers_quickly() -> None:
+def test_without_a_script_it_needs_little_work() -> None:
     doctor()  # warm up the bytecode and page caches
-    times = []
-    for _ in range(3):
-        start_s = time.monotonic()
-        result = doctor("--json")
-        times.append(time.monotonic() - start_s)
-        assert result.returncode in (0, 1), result.stderr
-    assert min(times) < MAX_S_WITHOUT_SCRIPT
+    start_s = _children_cpu_s()
+    result = doctor("--json")
+    assert result.returncode in (0, 1), result.stderr
+    assert _children_cpu_s() - start_s < MAX_CPU_S_WITHOUT_SCRIPT
+
+
+def _children_cpu_s() -> float:
+    """Processor time of children that have ended. Unlike the time of day, load leaves it alone."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def test_without_a_script_no_torch_is_imported_so_no_gpu_is_opened() -> None:
@@ -453,6 +455,6 @@ def test_watching_prints_a_line_a_second_until_it_is_interrupted(
     assert "it hangs" in lines[1]
     assert "42 %" in lines[2]
     watched.send_signal(signal.SIGINT)
-    out, err = watched.communicate(timeout=20)
+    out, err = watched.communicate(timeout=240)
     assert watched.returncode == 0
     assert "Traceback" not in out + err

@@ -90,6 +90,7 @@ def test_a_worker_pays_for_a_plain_list_and_not_for_a_shared_one() -> None:
     assert with_plain - nothing > 15e6
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.legacy
 def test_twenty_loaders_leave_no_descriptor_behind() -> None:
@@ -263,6 +264,7 @@ def test_a_large_array_exists_twice_and_once_where_a_copy_does_not_fit(
     assert 0.9 < once < 1.15
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.legacy
 @pytest.mark.usefixtures("one_thread")

@@ -85,6 +85,7 @@ def test_slow_samples_get_the_cores_and_the_first_batch_is_not_wasted() -> None:
     assert "a batch takes" in choice.reason
 
 
+@pytest.mark.slow
 @needs_cores
 @pytest.mark.usefixtures("warm_fork_server")
 def test_the_bits_do_not_depend_on_where_the_change_came() -> None:

@@ -119,4 +119,4 @@ def test_a_running_child_process_is_refused() -> None:
             iter(DataLoader(dataset, num_workers=1))
         assert info.value.path == "dataset.child"  # type: ignore[attr-defined]
     finally:
-        dataset.child.communicate(b"\n", timeout=60)
+        dataset.child.communicate(b"\n", timeout=240)
