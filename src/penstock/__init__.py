@@ -44,9 +44,11 @@ if TYPE_CHECKING:
     from penstock.order.split import split as split
     from penstock.packing import pack as pack
     from penstock.planning.decisions import plan as plan
+    from penstock.sources.blocks import BlockReader as BlockReader
     from penstock.sources.cache import cached as cached
     from penstock.sources.fields import Field as Field
     from penstock.sources.image_folder import ImageFolder as ImageFolder
+    from penstock.sources.open_dataset import open_dataset as open_dataset
     from penstock.sources.packed import Packed as Packed
     from penstock.sources.tensor_files import open_tensors as open_tensors
     from penstock.trace.record import span as span
@@ -82,6 +84,8 @@ _HOMES = {
     "Packed": "penstock.sources.packed",
     "Field": "penstock.sources.fields",
     "open_tensors": "penstock.sources.tensor_files",
+    "open_dataset": "penstock.sources.open_dataset",
+    "BlockReader": "penstock.sources.blocks",
     "cached": "penstock.sources.cache",
     "ImageFolder": "penstock.sources.image_folder",
     "decode": "penstock.images.decode",

@@ -290,6 +290,8 @@ class BlockOrder(Order):
         length: Number of samples in the dataset, or the dataset itself.
         block_size: Number of adjacent samples that are read together.
         num_mixed: Number of blocks whose samples are shuffled together.
+        block_starts: For blocks of different sizes: the index of the first sample of each block,
+            followed by the number of samples. Used instead of ``block_size``.
         seed, epoch, batch_size, rank, world_size, drop_last, padding: As in
             :class:`penstock.SeededOrder`.
 
@@ -299,6 +301,8 @@ class BlockOrder(Order):
         True
         >>> sorted({index // 4 for index in list(order)[:6]})  # from two blocks only
         [0, 2]
+        >>> list(BlockOrder(6, block_starts=[0, 1, 4, 6], num_mixed=1, seed=0))
+        [0, 4, 5, 3, 1, 2]
     """
 
     def __init__(
@@ -307,54 +311,108 @@ class BlockOrder(Order):
         *,
         block_size: int = 256,
         num_mixed: int = 16,
+        block_starts: npt.ArrayLike | None = None,
         **options: Unpack[OrderOptions],
     ) -> None:
         self.block_size = check_count("block_size", block_size, 1)
         self.num_mixed = check_count("num_mixed", num_mixed, 1)
-        super().__init__(_count(length), **options)
+        length = _count(length)
+        self._block_starts = None
+        if block_starts is not None:
+            self._block_starts = check_block_starts(block_starts)
+            if self._block_starts[-1] != length:
+                raise BadArgument(
+                    f"block_starts ends with {self._block_starts[-1]}, but there are {length} "
+                    "samples",
+                    remedy="BlockOrder(dataset, block_starts=dataset.block_starts)",
+                )
+        super().__init__(length, **options)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self._key = make_key(BLOCK_STREAM, self.seed, self.epoch)
+        self._group_shuffle: dict[int, Permutation] = {}
+        if self._block_starts is not None:
+            num_blocks = len(self._block_starts) - 1
+            self._blocks = Permutation(num_blocks, self._key)
+            self._shuffled = self._blocks.at(np.arange(num_blocks))
+            sizes = np.diff(self._block_starts)[self._shuffled]
+            self._first_places = np.concatenate(([0], np.cumsum(sizes)))
+            return
         num_blocks = -(-self.length // self.block_size)
         self._blocks = Permutation(num_blocks, self._key)
         # Only the last block can be short. Groups after its group begin _lack positions earlier.
         self._lack = num_blocks * self.block_size - self.length
         place = self._blocks.position_of(num_blocks - 1) if num_blocks else 0
         self._short_group, self._short_place = divmod(place, self.num_mixed)
-        self._group_shuffle: dict[int, Permutation] = {}
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         places = check_indices(positions, self.length).astype(np.int64).reshape(-1)
+        is_even = self._block_starts is None
+        groups = self._even_groups(places) if is_even else self._uneven_groups(places)
+        found = np.empty(len(places), np.int64)
+        for group in np.unique(groups).tolist():
+            mine = groups == group
+            in_group = self._in_group if is_even else self._in_uneven_group
+            found[mine] = in_group(group, places[mine])
+        return found.reshape(np.shape(positions))
+
+    def _even_groups(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         group_rows = self.block_size * self.num_mixed
         groups = places // group_rows
         # The short group ends _lack positions earlier, and the groups after it begin earlier.
         is_later = places >= (groups + 1) * group_rows - np.where(
             groups >= self._short_group, self._lack, 0
         )
-        groups = groups + is_later
-        starts = groups * group_rows - np.where(groups > self._short_group, self._lack, 0)
-        found = np.empty(len(places), np.int64)
-        for group in np.unique(groups).tolist():
-            mine = groups == group
-            found[mine] = self._in_group(group, places[mine] - starts[mine])
-        return found.reshape(np.shape(positions))
+        return groups + is_later
 
     def _in_group(self, group: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         first = group * self.num_mixed
         is_short = group == self._short_group
-        shuffle = self._group_shuffle.get(group)
-        if shuffle is None:
-            rows = min(self.num_mixed, self._blocks.length - first) * self.block_size
-            rows -= self._lack if is_short else 0
-            shuffle = Permutation(rows, mix64(self._key ^ mix64(group + 1)))
-            self._group_shuffle = {group: shuffle}  # keep only the latest group's shuffle
-        inner = shuffle.at(places)
+        start = first * self.block_size - (self._lack if group > self._short_group else 0)
+        rows = min(self.num_mixed, self._blocks.length - first) * self.block_size
+        rows -= self._lack if is_short else 0
+        inner = self._shuffle(group, rows).at(places - start)
         if is_short:  # rows behind the short block move up by the number of missing rows
             end = (self._short_place + 1) * self.block_size - self._lack
             inner = np.where(inner >= end, inner + self._lack, inner)
         blocks = self._blocks.at(first + inner // self.block_size)
         return blocks * self.block_size + inner % self.block_size
+
+    def _uneven_groups(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        starts = self._first_places[: -1 : self.num_mixed]
+        return np.asarray(starts.searchsorted(places, side="right") - 1, np.int64)
+
+    def _in_uneven_group(self, group: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        assert self._block_starts is not None
+        first = group * self.num_mixed
+        start = self._first_places[first]
+        end = self._first_places[min(first + self.num_mixed, self._blocks.length)]
+        inner = start + self._shuffle(group, int(end - start)).at(places - start)
+        turns = self._first_places.searchsorted(inner, side="right") - 1
+        found: npt.NDArray[np.int64] = self._block_starts[self._shuffled[turns]]
+        return found + (inner - self._first_places[turns])
+
+    def _shuffle(self, group: int, rows: int) -> Permutation:
+        """Return the shuffle of a group's rows. Only that of the latest group is kept."""
+        shuffle = self._group_shuffle.get(group)
+        if shuffle is None:
+            shuffle = Permutation(rows, mix64(self._key ^ mix64(group + 1)))
+            self._group_shuffle = {group: shuffle}
+        return shuffle
+
+
+def check_block_starts(block_starts: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Return block starts as an array. Raises if they do not begin with 0 and ascend."""
+    found = np.asarray(block_starts)
+    is_valid = found.ndim == 1 and found.size > 0 and found.dtype.kind in "iu"
+    if not is_valid or found[0] != 0 or (np.diff(found.astype(np.int64)) <= 0).any():
+        raise BadArgument(
+            "block_starts must be integers that begin with 0 and ascend; blocks have at least one "
+            "sample",
+            remedy="np.cumsum([0, *num_samples_of_each_block])",
+        )
+    return found.astype(np.int64)
 
 
 def _count(length: Any) -> Any:

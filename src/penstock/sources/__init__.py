@@ -1,4 +1,4 @@
-"""Penstock's datasets: packed sets, caches, image folders and array files.
+"""Penstock's datasets: packed sets, caches, image folders, array files and other formats.
 
     fields         types of field values and their encoding
     manifest       format of a packed set: files, fields, versions
@@ -12,6 +12,9 @@
     cache          cached(): samples are computed once, then memory-mapped
     tensor_files   open_tensors(): existing .npy and .pt files
     image_folder   ImageFolder: a folder of images, one subfolder per class
+    open_dataset   open_dataset(): other people's formats, recognised by the path
+    blocks         base class of their readers: samples in blocks, and a cache of blocks
+    source_files   files that each process opens for itself and that must not change
 
 Nothing here starts a process or a loader. The caller of the writer passes a ``map`` function.
 """

@@ -6,9 +6,11 @@ Tested by ``tests/compat/test_images.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from penstock.errors import BadArgument, BadStore, MissingExtra
 from penstock.images.crops import Crop, open_image
@@ -23,6 +25,7 @@ from penstock.sources.fields import EncodedImage
 from penstock.sources.packed_writer import make_fingerprint
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -94,6 +97,11 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def block_starts(self) -> npt.NDArray[np.int64]:
+        """Index of the first sample of each block. Each file is a block."""
+        return np.arange(len(self) + 1, dtype=np.int64)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         return self._load(index, None, is_channels_last=False)
@@ -172,6 +180,27 @@ class ImageFolder:
             (os.path.relpath(path, self.root), os.path.getsize(path)) for path, _ in self.samples
         ]
         return make_fingerprint(seen, self.classes)
+
+
+def open_image_folder(
+    paths: Sequence[str],
+    *,
+    columns: Sequence[str] | None = None,
+    decode: bool = True,
+    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
+) -> ImageFolder:
+    """Return an image folder for :func:`penstock.open_dataset`."""
+    chosen = dict(transforms or {})
+    image, label = chosen.pop("image", None), chosen.pop("label", None)
+    if columns is not None or not decode or chosen or len(paths) != 1:
+        raise BadArgument(
+            "an image folder is opened whole: one folder, decoded, with transforms of 'image' and "
+            "'label' only",
+            remedy="penstock.ImageFolder(root, transform)",
+        )
+    return ImageFolder(paths[0], image, label, **options)
 
 
 def _read_file(path: str) -> bytes:

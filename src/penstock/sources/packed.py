@@ -31,6 +31,7 @@ from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed_folder import PackedFolder
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
 _BLOCK_BYTES = 4 << 20
@@ -331,13 +332,22 @@ class ColumnDataset:
             joined._rows = np.concatenate([rows[0], rows[1] + self._columns[0].length])
         return joined
 
-    def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
-        """Return a shuffled order that reads the disk in blocks. Pass it as ``sampler=``."""
+    @property
+    def _block_size(self) -> int:
         row_bytes = sum(
             column.row_bytes for column in self._columns if isinstance(column, FixedColumn)
         )
-        block_size = max(1, _BLOCK_BYTES // max(1, row_bytes))
-        return BlockOrder(len(self), **{"block_size": block_size, "seed": seed, **keywords})
+        return max(1, _BLOCK_BYTES // max(1, row_bytes))
+
+    @property
+    def block_starts(self) -> npt.NDArray[np.int64]:
+        """Index of the first sample of each block, followed by the number of samples."""
+        length = len(self)
+        return np.append(np.arange(0, length, self._block_size, dtype=np.int64), length)
+
+    def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
+        """Return a shuffled order that reads the disk in blocks. Pass it as ``sampler=``."""
+        return BlockOrder(len(self), **{"block_size": self._block_size, "seed": seed, **keywords})
 
 
 def _is_plain_crop(transform: Any) -> bool:
@@ -413,6 +423,17 @@ class Packed(ColumnDataset):
     def path(self) -> str:
         """Path of the (first) packed set."""
         return str(self._files[0].path)
+
+
+def open_packed(
+    paths: Sequence[str], *, decode: bool = True, allow_pickle: bool = False, **options: Any
+) -> Packed:
+    """Return a packed set for :func:`penstock.open_dataset`. It contains no pickles."""
+    if not decode:
+        raise BadArgument(
+            "decode=False does not apply to packed sets", remedy="penstock.Packed(path)"
+        )
+    return functools.reduce(operator.add, [Packed(path, **options) for path in paths])
 
 
 def _restore(

@@ -1,0 +1,205 @@
+"""``open_dataset()``: datasets in other people's formats, read by index without conversion.
+
+The format is recognised by the path: the ending of files, or the files in a folder. Only the reader
+of that format is imported.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from penstock.errors import BadArgument, BadStore
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+class Format(NamedTuple):
+    """A format: its reader, and how it is recognised.
+
+    The reader is called with a list of paths (files, or one folder) and the keywords of
+    :func:`open_dataset`.
+    """
+
+    module: str
+    reader: str
+    endings: tuple[str, ...] = ()
+    """Endings of files. A folder of such files is also recognised."""
+    is_folder: Callable[[str], bool] | None = None
+    """Returns True for a folder in this format."""
+
+
+def _has_files(*names: str) -> Callable[[str], bool]:
+    return lambda folder: all(os.path.exists(os.path.join(folder, name)) for name in names)
+
+
+def _has_index(key: str) -> Callable[[str], bool]:
+    """Recognise folders whose ``index.json`` is a dict with this key."""
+
+    def is_folder(folder: str) -> bool:
+        try:
+            with open(os.path.join(folder, "index.json"), encoding="utf-8") as file:
+                found = json.load(file)
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and key in found
+
+    return is_folder
+
+
+def _has_classes(folder: str) -> bool:
+    from penstock.sources.image_folder import EXTENSIONS
+
+    for inner in os.scandir(folder):
+        if inner.is_dir():
+            for _, _, names in os.walk(inner.path):
+                if any(name.lower().endswith(EXTENSIONS) for name in names):
+                    return True
+    return False
+
+
+FORMATS: dict[str, Format] = {
+    "packed": Format("packed", "open_packed", is_folder=_has_files("manifest.json")),
+    "tar": Format("tar_dataset", "open_tars", (".tar",)),
+    "image folder": Format("image_folder", "open_image_folder", is_folder=_has_classes),
+}
+"""Formats in the order in which a folder is examined."""
+
+
+def open_dataset(
+    path: Paths,
+    *,
+    format: str | None = None,
+    columns: Sequence[str] | None = None,
+    decode: bool = True,
+    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+    allow_pickle: bool = False,
+    **options: Any,
+) -> Any:
+    """Open a dataset in its own format. Samples have an index and are read where they lie.
+
+    All of Penstock's promises hold for it: the order is a function of the seed, a run resumes at
+    any batch, and ranks share the samples without losing or repeating one. The result has
+    ``block_order()``, a shuffled order that reads adjacent samples together.
+
+    Args:
+        path: A file, a folder, a pattern (``"data/*.tar"``, ``"train-{000..099}.tar"``), or a list
+            of files.
+        format: ``"tar"``, ``"packed"`` or ``"image folder"``. None: recognised by the path.
+        columns: Load only these fields.
+        decode: Decode images and other fields. False: hand out their bytes.
+        transforms: Functions of a field's value, by field name. They can be random.
+        allow_pickle: Load pickled fields. Pickles run any code they contain, so allow it only for
+            files that you trust.
+        options: Options of the format's reader.
+
+    Raises:
+        BadStore: The format is not recognised, or the files are invalid.
+        MissingExtra: The format needs a package that is not installed.
+
+    Example:
+        >>> import tempfile, penstock
+        >>> folder = tempfile.mkdtemp() + "/squares"
+        >>> _ = penstock.pack([{"n": i, "square": i * i} for i in range(10)], folder)
+        >>> squares = penstock.open_dataset(folder, columns=["square"])
+        >>> squares[3], len(squares)
+        ({'square': 9}, 10)
+    """
+    if format is not None:
+        BadArgument.unless_one_of("format", format, tuple(FORMATS), "open_dataset")
+    paths = expand_paths(path)
+    name = format or recognise_format(paths)
+    module = importlib.import_module(f"penstock.sources.{FORMATS[name].module}")
+    reader = getattr(module, FORMATS[name].reader)
+    return reader(
+        _list_files(paths, FORMATS[name].endings),
+        columns=columns,
+        decode=decode,
+        transforms=transforms,
+        allow_pickle=allow_pickle,
+        **options,
+    )
+
+
+def recognise_format(paths: list[str]) -> str:
+    """Return the name of the format of these files or this folder."""
+    is_folder = len(paths) == 1 and os.path.isdir(paths[0])
+    for name, one in FORMATS.items():
+        if is_folder and one.is_folder is not None and one.is_folder(paths[0]):
+            return name
+        files = _list_files(paths, one.endings) if one.endings else []
+        if files and all(file.lower().endswith(one.endings) for file in files):
+            return name
+    shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} other files"
+    raise BadStore(
+        f"the format of {shown} is not recognised",
+        likely="a folder of another kind, or files without their usual ending.",
+        remedy=f"open_dataset(path, format=...) with one of {', '.join(map(repr, FORMATS))}",
+        path=paths[0],
+    )
+
+
+def _list_files(paths: list[str], endings: tuple[str, ...]) -> list[str]:
+    """Return the files with these endings of a folder, in order of their names. Or the paths."""
+    if not endings or len(paths) != 1 or not os.path.isdir(paths[0]):
+        return paths
+    names = sorted(name for name in os.listdir(paths[0]) if name.lower().endswith(endings))
+    return [os.path.join(paths[0], name) for name in names] or paths
+
+
+# Patterns
+
+
+def expand_paths(path: Paths) -> list[str]:
+    """Return the files of a path, pattern or list, as strings.
+
+    Raises:
+        BadStore: There is no such file, or no file matches a pattern.
+
+    Example:
+        >>> list(expand_braces("train-{008..011}.{tar,idx}"))[::3]
+        ['train-008.tar', 'train-009.idx', 'train-011.tar']
+    """
+    listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    if not listed:
+        raise BadArgument("the list of paths is empty", remedy='open_dataset("shards/*.tar")')
+    found: list[str] = []
+    for one in map(os.fspath, listed):
+        found += [one] if os.path.exists(one) else _expand(one)
+    return found
+
+
+def _expand(pattern: str) -> list[str]:
+    found: list[str] = []
+    for one in expand_braces(pattern):
+        matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one] * os.path.exists(one)
+        if not matches:
+            raise BadStore(f"{one} does not exist, or matches no file", path=one)
+        found += matches
+    return found
+
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def expand_braces(pattern: str) -> Iterable[str]:
+    """Return the names that a pattern with ``{000..099}`` or ``{a,b}`` stands for, in order."""
+    pieces = _BRACES.split(pattern)
+    choices = [_alternatives(piece) if n % 2 else [piece] for n, piece in enumerate(pieces)]
+    return map("".join, itertools.product(*choices))
+
+
+def _alternatives(inside: str) -> list[str]:
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    if numbers is None:
+        return inside.split(",")
+    first, last = numbers.groups()
+    width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+    step = 1 if int(first) <= int(last) else -1
+    return [f"{n:0{width}}" for n in range(int(first), int(last) + step, step)]
