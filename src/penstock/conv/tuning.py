@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from penstock.conv import cache_folder
 from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import Candidate, candidates
 from penstock.conv.geometry import Geometry, Pass
+from penstock.machine import cache_folder
 
 BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
 DEFAULT_BUDGET_S = 60.0

@@ -391,7 +391,8 @@ class BlockOrder(Order):
         inner = start + self._shuffle(group, int(end - start)).at(places - start)
         turns = self._first_places.searchsorted(inner, side="right") - 1
         found: npt.NDArray[np.int64] = self._block_starts[self._shuffled[turns]]
-        return found + (inner - self._first_places[turns])
+        found += inner - self._first_places[turns]
+        return found
 
     def _shuffle(self, group: int, rows: int) -> Permutation:
         """Return the shuffle of a group's rows. Only that of the latest group is kept."""
@@ -412,7 +413,7 @@ def check_block_starts(block_starts: npt.ArrayLike) -> npt.NDArray[np.int64]:
             "sample",
             remedy="np.cumsum([0, *num_samples_of_each_block])",
         )
-    return found.astype(np.int64)
+    return np.array(found, np.int64)
 
 
 def _count(length: Any) -> Any:

@@ -68,6 +68,12 @@ class MappedArray(NamedTuple):
     file: _MappedFile | None = None
 
 
+def map_file(path: str) -> np.ndarray:
+    """Map all bytes of a file for reading. Raises OSError if that is not possible."""
+    files = _map_together([path], [os.stat(path).st_size], 1)
+    return (_map_alone(path) if files is None else files[0]).content
+
+
 def map_array(path: str) -> MappedArray:
     """Map one ``.npy`` file. See :func:`map_arrays`."""
     return map_arrays([path])[0]

@@ -88,8 +88,6 @@ class BlockReader:
         [['one', 'three', 'two']]
     """
 
-    draws_nothing = True
-    """Samples draw no random numbers, unless a transform of the user does."""
     cache_bytes = 64 << 20
     """Limit of the cache of blocks in each process."""
 
@@ -211,6 +209,8 @@ class BlockCache:
         >>> cache.get(0), cache.get(2), len(cache)
         (None, b'\\x00\\x00\\x00\\x00', 2)
     """
+
+    draws_nothing = True
 
     def __init__(self, max_bytes: int) -> None:
         self.process = os.getpid()

@@ -64,9 +64,12 @@ def _has_classes(folder: str) -> bool:
     return False
 
 
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
+"""Recognised for the sake of the error that says why they cannot be read by index."""
+
 FORMATS: dict[str, Format] = {
     "packed": Format("packed", "open_packed", is_folder=_has_files("manifest.json")),
-    "tar": Format("tar_dataset", "open_tars", (".tar",)),
+    "tar": Format("tar_dataset", "open_tars", (".tar", *_COMPRESSED_TARS)),
     "image folder": Format("image_folder", "open_image_folder", is_folder=_has_classes),
 }
 """Formats in the order in which a folder is examined."""
@@ -170,7 +173,7 @@ def expand_paths(path: Paths) -> list[str]:
     if not listed:
         raise BadArgument("the list of paths is empty", remedy='open_dataset("shards/*.tar")')
     found: list[str] = []
-    for one in map(os.fspath, listed):
+    for one in [os.fspath(each) for each in listed]:
         found += [one] if os.path.exists(one) else _expand(one)
     return found
 

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.conv import cache_folder, tuning
+from penstock.conv import tuning
 from penstock.conv.probing.probe import ProbeResult
 from penstock.engine.loading import bad_sample_file
 from penstock.errors import BadStore, BadTrace, Damaged, PenstockError
+from penstock.machine import cache_folder
 
 quick = settings(
     max_examples=30,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from penstock.conv import cache_folder, tuning
+from penstock.conv import tuning
 from penstock.conv.dispatcher_hook import default_devices
 from penstock.conv.geometry import PASSES
 from penstock.conv.probing.child import MARK
@@ -32,6 +32,7 @@ from penstock.conv.probing.remedies import (
 )
 from penstock.conv.probing.steps import KINDS, TYPES, ProbeStep, StepVerdict, all_steps
 from penstock.errors import BadArgument
+from penstock.machine import cache_folder
 from penstock.machine.child_process import ChildProcess, python_command, signal_name
 from penstock.machine.collect import machine
 from penstock.machine.facts import Machine

@@ -1,0 +1,182 @@
+"""Decoders of single fields by the ending of their name, with WebDataset's endings.
+
+    jpg jpeg png ppm pgm pbm pnm bmp tif tiff webp    uint8 tensor (channels, height, width)
+    npy npz                         NumPy array, dict of arrays
+    json jsn                        JSON
+    txt text transcript             str
+    cls cls2 index inx id           int
+    pth                             torch.load of tensors
+    pkl pickle pyd                  any object, only with allow_pickle=True
+    anything else                   bytes
+
+``.gz`` behind an ending is decompressed first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BadArgument
+from penstock.images.crops import Crop, open_image
+
+MemberDecoder = Callable[[memoryview], Any]
+IMAGES = frozenset(
+    [
+        "jpg",
+        "jpeg",
+        "jpe",
+        "jfif",
+        "png",
+        "ppm",
+        "pgm",
+        "pbm",
+        "pnm",
+        "bmp",
+        "tif",
+        "tiff",
+        "webp",
+        "gif",
+    ]
+)
+PICKLES = frozenset(["pkl", "pickle", "pyd"])
+_MAX_HEADERS = 256
+
+
+def make_decoder(
+    name: str, transform: Callable[[Any], Any] | None = None, *, allow_pickle: bool = False
+) -> MemberDecoder:
+    """Return the decoder of a field, and apply Penstock's transforms to images.
+
+    Args:
+        name: The field's name, such as ``seg.png``.
+        transform: Applied during decoding if it is one of Penstock's crops and the field is an
+            image. Others are left to the caller.
+
+    Example:
+        >>> make_decoder("json")(memoryview(b'{"a": [1, 2]}'))
+        {'a': [1, 2]}
+        >>> make_decoder("txt.gz")(memoryview(gzip.compress(b"text")))
+        'text'
+    """
+    if name.endswith(".gz"):
+        inner = make_decoder(name[:-3], transform, allow_pickle=allow_pickle)
+        return lambda data: inner(memoryview(gzip.decompress(data)))
+    ending = name.rpartition(".")[2]
+    if ending in IMAGES:
+        crop = transform if isinstance(transform, Crop) else None
+        return lambda data: open_image(data, crop)
+    kinds: dict[str, Callable[[bool], MemberDecoder]] = {
+        "npy": _NpyDecoder,
+        "npz": _NpzDecoder,
+        "pth": _TorchDecoder,
+    }
+    if ending in kinds:
+        return kinds[ending](allow_pickle)
+    return _PICKLED[ending] if ending in _PICKLED and allow_pickle else _PLAIN.get(ending, bytes)
+
+
+def refuse_pickles(names: list[str], store: str) -> None:
+    """Raise if a field is a pickle."""
+    for name in names:
+        if name.removesuffix(".gz").rpartition(".")[2] in PICKLES:
+            others = [one for one in names if one != name]
+            raise BadArgument(
+                f"field {name!r} of {store} is pickled. Unpickling runs any code that the file "
+                "contains",
+                remedy=f"open_dataset(..., columns={others}) to leave it out, or allow_pickle=True "
+                "if you trust the file",
+                field=name,
+            )
+
+
+def is_cropped_inside(name: str, transform: Any) -> bool:
+    """Return True if the decoder applies the transform."""
+    ending = name.removesuffix(".gz").rpartition(".")[2]
+    return isinstance(transform, Crop) and ending in IMAGES
+
+
+def _text(data: memoryview) -> str:
+    return str(data, "utf-8")
+
+
+def _integer(data: memoryview) -> int:
+    return int(bytes(data))
+
+
+def _json(data: memoryview) -> Any:
+    return json.loads(bytes(data))
+
+
+_PLAIN: dict[str, MemberDecoder] = {
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _integer),
+    **dict.fromkeys(("json", "jsn"), _json),
+}
+_PICKLED: dict[str, MemberDecoder] = dict.fromkeys(PICKLES, pickle.loads)
+
+
+class _NpyDecoder:
+    """Decodes ``.npy`` content. Headers repeat, so each is parsed once."""
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self._known: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], str]] = {}
+
+    def __call__(self, data: memoryview) -> np.ndarray:
+        width = 2 if data[6] == 1 else 4
+        length = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+        header = bytes(data[:length])
+        known = self._known.get(header)
+        if known is None:
+            return self._first(data, header)
+        dtype, shape, order = known
+        if len(data) - length != dtype.itemsize * math.prod(shape):
+            raise ValueError(f"{len(data) - length} bytes do not fill {dtype} of shape {shape}")
+        found = np.frombuffer(data, dtype, offset=length)
+        return found.reshape(shape, order=order).copy(order=order)  # type: ignore[call-overload, no-any-return]
+
+    def _first(self, data: memoryview, header: bytes) -> np.ndarray:
+        found = _load_numpy(data, self._allow_pickle)
+        order = "C" if found.flags.c_contiguous else "F"
+        if not found.dtype.hasobject and len(self._known) < _MAX_HEADERS:
+            self._known[header] = found.dtype, found.shape, order
+        return np.asarray(found)
+
+
+class _NpzDecoder:
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+
+    def __call__(self, data: memoryview) -> dict[str, np.ndarray]:
+        with _load_numpy(data, self._allow_pickle) as found:
+            return dict(found)
+
+
+def _load_numpy(data: memoryview, allow_pickle: bool) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=allow_pickle)
+
+
+class _TorchDecoder:
+    def __init__(self, allow_pickle: bool) -> None:
+        self._weights_only = not allow_pickle
+
+    def __call__(self, data: memoryview) -> Any:
+        import torch
+
+        stream = io.BytesIO(data)
+        return torch.load(stream, map_location="cpu", weights_only=self._weights_only)
+
+
+_CONFIGURED: dict[str, Callable[[bool], MemberDecoder]] = {
+    "npy": _NpyDecoder,
+    "npz": _NpzDecoder,
+    "pth": _TorchDecoder,
+}

@@ -1,0 +1,320 @@
+"""WebDataset archives as an indexed dataset: ``open_dataset("shards/*.tar")``.
+
+A sample is a dict: ``__key__``, and one entry for each file with this key, as in WebDataset.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import BadArgument, BadImage, BadStore, Damaged, MissingExtra
+from penstock.sources.blocks import BlockReader
+from penstock.sources.member_decoders import (
+    MemberDecoder,
+    is_cropped_inside,
+    make_decoder,
+    refuse_pickles,
+)
+from penstock.sources.source_files import SourceFiles
+from penstock.sources.tar_headers import BLOCK
+from penstock.sources.tar_index import TarIndex, load_index, open_indexes
+
+KEY, URL = "__key__", "__url__"
+_NUM_TOUCHED = 64
+_WHOLE_FROM = 3
+"""A block is read whole when so many of its samples were wanted recently."""
+
+
+class TarSpan(NamedTuple):
+    """Adjacent samples of an archive: their bytes, and the places of their fields."""
+
+    archive: int
+    first: int
+    start: int
+    data: bytes
+    first_fields: list[int]
+    offsets: list[int]
+    sizes: list[int]
+    checks: list[int]
+    names: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data) + 128 * len(self.offsets)
+
+
+class TarDataset(BlockReader):
+    """Samples of tar archives in WebDataset's layout. See :func:`penstock.open_dataset`.
+
+    Args:
+        paths: The archives.
+        columns: Load only these fields. ``__key__`` and ``__url__`` (the archive's path) are
+            fields too. None: all fields, and ``__key__``.
+        decode: Decode fields by their ending. False: hand out their bytes.
+        transforms: Functions of a field's value, by field name.
+        allow_pickle: Load pickled fields.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        *,
+        columns: Sequence[str] | None = None,
+        decode: bool = True,
+        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        indexes = open_indexes(paths)
+        self._files = SourceFiles(paths, [index.stamp for index, _ in indexes])
+        self._index_paths = [place for _, place in indexes]
+        self._indexes: dict[int, TarIndex] = {n: index for n, (index, _) in enumerate(indexes)}
+        self._first_blocks = [0]
+        self._first_samples = [0]
+        starts = [np.zeros(1, np.int64)]
+        for index, _ in indexes:
+            starts.append(index.block_starts[1:] + self._first_samples[-1])
+            self._first_blocks.append(self._first_blocks[-1] + len(index.block_starts) - 1)
+            self._first_samples.append(self._first_samples[-1] + len(index))
+        super().__init__(np.concatenate(starts), transforms=transforms)
+        if not self._length:
+            raise BadStore(
+                f"{self._shown()} has no samples",
+                likely="its files have no names such as 0001.jpg and 0001.cls.",
+                path=paths[0],
+            )
+        self._refuse_split_samples()
+        self.fields: tuple[str, ...] = self._choose_fields(columns, decode, allow_pickle)
+        """The fields that occur in the archives, or the chosen ones."""
+        self._columns = None if columns is None else self.fields
+        self._is_decoded = decode
+        self._allow_pickle = allow_pickle
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what does not travel to other processes."""
+        self._decoders: dict[str, tuple[MemberDecoder, Callable[[Any], Any] | None]] = {}
+        self._touched: OrderedDict[int, int] = OrderedDict()
+
+    def _choose_fields(
+        self, columns: Sequence[str] | None, decode: bool, allow_pickle: bool
+    ) -> tuple[str, ...]:
+        present = dict.fromkeys(name for one in self._indexes.values() for name in one.field_names)
+        known = (KEY, *present)
+        chosen = known if columns is None else (columns,) if isinstance(columns, str) else columns
+        for name in (*chosen, *self._transforms):
+            if name not in (*known, URL):
+                raise BadArgument(
+                    f"no sample of {self._shown()} has a field {name!r}",
+                    remedy=f"the fields are {', '.join(known)}",
+                )
+        if decode and not allow_pickle:
+            refuse_pickles(list(chosen), self._shown())
+        return tuple(chosen)
+
+    def _refuse_split_samples(self) -> None:
+        """Raise if the files of a sample are at the end of one archive and the start of another."""
+        filled = [n for n in range(len(self._files)) if len(self._indexes[n])]
+        for one, other in pairwise(filled):
+            left, right = self._indexes[one], self._indexes[other]
+            if left.key(len(left) - 1) != right.key(0):
+                continue
+            fields = [
+                {index.field_names[name] for name in index.names[first:last].tolist()}
+                for index, (first, last) in (
+                    (left, left.first_fields[-2:].tolist()),
+                    (right, right.first_fields[:2].tolist()),
+                )
+            ]
+            if fields[0].isdisjoint(fields[1]):
+                raise BadStore(
+                    f"sample {right.key(0)!r} is split over two archives: "
+                    f"{', '.join(sorted(fields[0]))} is in {self._files.paths[one]}, and "
+                    f"{', '.join(sorted(fields[1]))} in {self._files.paths[other]}",
+                    likely="the archives were split by size, as by `split` or `tar -M`.",
+                    remedy="write archives that hold whole samples",
+                    path=self._files.paths[other],
+                )
+
+    def __repr__(self) -> str:
+        return f"TarDataset({len(self)} samples of {', '.join(self.fields)} in {self._shown()})"
+
+    def _shown(self) -> str:
+        paths = self._files.paths
+        return paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} other archives"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # Indexes on disk are opened again. Those that could not be stored travel.
+        kept = {n: one for n, one in self._indexes.items() if self._index_paths[n] is None}
+        return {**state, "_indexes": kept, "_decoders": {}, "_touched": OrderedDict()}
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    def _index(self, archive: int) -> TarIndex:
+        index = self._indexes.get(archive)
+        if index is None:
+            place, stamp = self._index_paths[archive], self._files.stamps[archive]
+            assert place is not None
+            index = load_index(place, stamp)
+            if index is None:
+                raise Damaged(
+                    f"the index {place} has changed since the dataset was opened",
+                    likely=f"{self._files.paths[archive]} was replaced and indexed again, or the "
+                    "index was deleted.",
+                    remedy="open the dataset again",
+                    path=place,
+                )
+            self._indexes[archive] = index
+        return index
+
+    def _take(self, block: int, rows: list[int]) -> list[Any]:
+        """Return samples of a block. The first ones are read alone, then the whole block."""
+        cache = self._cached_blocks()
+        span: TarSpan | None = cache.get(block)
+        if span is None and self._touch(block, len(rows)):
+            span = self._read_block(block)
+            cache.put(block, span)
+        if span is not None:
+            return [self._sample(span, row) for row in rows]
+        archive, first = self._locate(block)
+        return [
+            self._sample(self._read_span(archive, first + row, first + row + 1), 0) for row in rows
+        ]
+
+    def _touch(self, block: int, num_rows: int) -> bool:
+        """Return True if the block should be read whole."""
+        touched = self._touched
+        num_rows += touched.pop(block, 0)
+        if num_rows >= _WHOLE_FROM:
+            return True
+        touched[block] = num_rows
+        if len(touched) > _NUM_TOUCHED:
+            touched.popitem(last=False)
+        return False
+
+    def _locate(self, block: int) -> tuple[int, int]:
+        """Return the archive of a block, and the number of its first sample in the archive."""
+        archive = bisect_right(self._first_blocks, block) - 1
+        return archive, int(self._block_starts[block]) - self._first_samples[archive]
+
+    def _read_block(self, block: int) -> TarSpan:
+        archive, first = self._locate(block)
+        num_samples = int(self._block_starts[block + 1] - self._block_starts[block])
+        return self._read_span(archive, first, first + num_samples)
+
+    def _read_span(self, archive: int, first: int, last: int) -> TarSpan:
+        index = self._index(archive)
+        start, end = index.extent(first, last)
+        data = self._files.read(archive, start, end - start)
+        first_fields = index.first_fields[first : last + 1].tolist()
+        fields = slice(first_fields[0], first_fields[-1])
+        return TarSpan(
+            archive,
+            first,
+            start,
+            data,
+            [one - first_fields[0] for one in first_fields],
+            index.offsets[fields].tolist(),
+            index.sizes[fields].tolist(),
+            index.checks[fields].tolist(),
+            index.names[fields].tolist(),
+        )
+
+    def _sample(self, span: TarSpan, row: int) -> dict[str, Any]:
+        sample: dict[str, Any] = {}
+        index = self._index(span.archive)
+        if self._columns is None:
+            sample[KEY] = index.key(span.first + row)
+            sample.update(self._values(span, row, index, None))
+            return sample
+        found = dict(self._values(span, row, index, self._columns))
+        for name in self._columns:
+            if name in found:
+                sample[name] = found[name]
+            elif name == KEY:
+                sample[name] = index.key(span.first + row)
+            elif name == URL:
+                sample[name] = self._files.paths[span.archive]
+            else:
+                raise Damaged(
+                    f"sample {self._number(span, row)} has no field {name!r}",
+                    where=self._where(span, row),
+                    likely="the samples do not all have the same fields.",
+                    remedy="choose fields that all samples have, or bad_samples='skip'",
+                )
+        return sample
+
+    def _values(
+        self, span: TarSpan, row: int, index: TarIndex, columns: Sequence[str] | None
+    ) -> Iterator[tuple[str, Any]]:
+        view = memoryview(span.data)
+        for field in range(span.first_fields[row], span.first_fields[row + 1]):
+            name = index.field_names[span.names[field]]
+            if columns is not None and name not in columns:
+                continue
+            place = span.offsets[field] - span.start
+            if zlib.crc32(view[place - BLOCK : place]) != span.checks[field]:
+                raise Damaged(
+                    f"the header of {name!r} of sample {self._number(span, row)} is not the one "
+                    "that was indexed",
+                    where=self._where(span, row, span.offsets[field]),
+                    likely="the archive or its index was changed or damaged.",
+                    remedy="delete the .penstock-index file and open the dataset again",
+                    path=self._files.paths[span.archive],
+                )
+            yield name, self._decode(span, row, field, name, view[place:][: span.sizes[field]])
+
+    def _decode(self, span: TarSpan, row: int, field: int, name: str, data: memoryview) -> Any:
+        found = self._decoders.get(name)
+        if found is None:
+            found = self._decoders[name] = self._make_decoder(name)
+        decoder, transform = found
+        try:
+            value = decoder(data)
+        except (MissingExtra, MemoryError):
+            raise
+        except Exception as error:
+            where = self._where(span, row, span.offsets[field])
+            path = self._files.paths[span.archive]
+            if isinstance(error, BadImage):
+                raise BadImage(
+                    error.what, where=where, likely=error.likely, remedy=error.remedy, path=path
+                ) from None
+            raise Damaged(
+                f"field {name!r} of sample {self._number(span, row)} cannot be decoded: "
+                f"{type(error).__name__}: {error}",
+                where=where,
+                path=path,
+            ) from error
+        return value if transform is None else transform(value)
+
+    def _make_decoder(self, name: str) -> tuple[MemberDecoder, Callable[[Any], Any] | None]:
+        transform = self._transforms.get(name)
+        if not self._is_decoded:
+            return bytes, transform
+        decoder = make_decoder(name, transform, allow_pickle=self._allow_pickle)
+        return decoder, None if is_cropped_inside(name, transform) else transform
+
+    def _number(self, span: TarSpan, row: int) -> int:
+        return self._first_samples[span.archive] + span.first + row
+
+    def _where(self, span: TarSpan, row: int, offset: int | None = None) -> str:
+        key = self._index(span.archive).key(span.first + row)
+        place = "" if offset is None else f", byte {offset}"
+        return f"{self._files.paths[span.archive]}, key {key!r}{place}"
+
+
+def open_tars(paths: Sequence[str], **options: Any) -> TarDataset:
+    """Return a dataset over archives for :func:`penstock.open_dataset`."""
+    for path in paths:
+        if os.path.isdir(path):
+            raise BadStore(f"{path} has no .tar files", remedy="a folder of .tar files", path=path)
+    return TarDataset(paths, **options)
