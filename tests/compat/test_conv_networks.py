@@ -131,6 +131,7 @@ def loss_of(result: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(word) for word in line.split()[1:]]
 
 
+@pytest.mark.slow
 def test_yolov8n_trains_through_penstock_run(yolo: dict[str, Any]) -> None:
     broken, healthy = (scripts.told(yolo[name]) for name in ("broken, auto", "healthy"))
     assert healthy.returncode == 0, healthy.stderr[-3000:]

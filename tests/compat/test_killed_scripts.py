@@ -24,6 +24,7 @@ from support.paths import SITE, TESTS
 
 pytestmark = [
     pytest.mark.vision,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL"),
 ]

@@ -12,7 +12,7 @@ from support.programs.record import Program
 
 pytest.importorskip("torchvision")
 pytest.importorskip("albumentations")
-pytestmark = pytest.mark.vision
+pytestmark = [pytest.mark.vision, pytest.mark.slow]
 
 NUM_PROGRAMS = 8
 """``make soak`` runs programs for two hours."""

@@ -9,7 +9,7 @@ import pytest
 from support import scripts
 from support.example_runs import End, Run, train
 
-pytestmark = [pytest.mark.vision, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vision, pytest.mark.slow, pytest.mark.timeout(400)]
 pytest.importorskip("ultralytics")
 
 HALF_WAY = r"1/2 .* [1-5]/16 "

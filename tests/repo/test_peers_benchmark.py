@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.paths import REPO
 
 
+@pytest.mark.slow
 def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     script = str(REPO / "benchmarks" / "peers.py")
