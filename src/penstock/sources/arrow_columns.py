@@ -1,0 +1,329 @@
+"""Columns of an Arrow record batch as the fields of samples.
+
+    make_column(array, feature) -> Column      once for each block and field
+    column.value(row)                          the field of one sample
+    column.rows()                              all rows as one NumPy array, if they have one shape
+
+=============================================  =================================================
+Arrow type                                     value of a field
+=============================================  =================================================
+integer, float, bool                           Python number
+list of numbers, of any depth                  tensor, if the row is rectangular and has no null
+Image feature of Hugging Face datasets         uint8 tensor (channels, height, width), or bytes
+struct                                         dict of fields
+null                                           None
+anything else (text, bytes, dates, ...)        as pyarrow's ``to_pylist`` returns it
+=============================================  =================================================
+
+``pyarrow`` is imported by the caller. This module only uses the arrays it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.errors import BadImage
+from penstock.images.crops import open_image
+
+_NUMBERS = {
+    "bool": np.bool_,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "halffloat": np.float16,
+    "float": np.float32,
+    "double": np.float64,
+}
+_LISTS = ("ListType", "LargeListType", "FixedSizeListType")
+
+
+class Column(Protocol):
+    """The values of one field in one block."""
+
+    def value(self, row: int) -> Any:
+        """Return the value of one sample. It shares no memory with the block."""
+
+    def rows(self) -> np.ndarray | None:
+        """Return all rows as one array if they are numbers of one shape, otherwise None."""
+
+
+def make_column(array: Any, feature: Any = None, *, decode: bool = True) -> Column:
+    """Return the column of a ``pyarrow.Array``.
+
+    Args:
+        feature: The feature of Hugging Face datasets, as in its JSON. None: there is none.
+        decode: Decode the images of Image features. If False, their values are bytes.
+    """
+    if feature is not None and is_image(feature):
+        return _Images(array, decode=decode)
+    inner = _item_of(feature)
+    if inner is not None and is_image(inner) and _is_list(array.type):
+        return _ImageLists(array, decode=decode)
+    shape = getattr(array.type, "shape", None)
+    storage = getattr(array, "storage", None)
+    if storage is not None:  # an extension type, such as Array3D or FixedShapeTensor
+        if shape is not None and hasattr(array, "to_numpy_ndarray") and not array.null_count:
+            return FixedRows(array.to_numpy_ndarray())
+        array = storage
+    if str(array.type) in _NUMBERS:
+        if array.null_count:
+            return _AnyValues(array)
+        return _Numbers(array.to_numpy(zero_copy_only=False))
+    if is_number_list(array.type):
+        lists = _read_lists(array)
+        if lists is None:
+            return _NullableLists(array)
+        fixed = lists.rows()
+        return _RaggedRows(lists, array) if fixed is None else FixedRows(fixed)
+    if type(array.type).__name__ == "StructType":
+        features = feature if isinstance(feature, dict) and "_type" not in feature else {}
+        return _Structs(array, features, decode)
+    return _AnyValues(array)
+
+
+def is_image(feature: Any) -> bool:
+    """Return True for the Image feature of Hugging Face datasets.
+
+    Example:
+        >>> is_image({"_type": "Image"}), is_image({"_type": "Value", "dtype": "int64"})
+        (True, False)
+    """
+    return isinstance(feature, dict) and feature.get("_type") == "Image"
+
+
+def is_number_list(kind: Any) -> bool:
+    """Return True for a list of numbers, of any depth."""
+    if not _is_list(kind):
+        return False
+    inner = kind.value_type
+    return str(inner) in _NUMBERS or is_number_list(inner)
+
+
+def is_number(kind: Any) -> bool:
+    """Return True for a type whose values are Python numbers that fit into a tensor."""
+    return str(kind) in _NUMBERS and str(kind) != "uint64"
+
+
+def as_tensor(array: np.ndarray) -> Any:
+    """Return an array that is not shared as a tensor. An array if torch has no such dtype.
+
+    Example:
+        >>> as_tensor(np.array([1.5, 2.5], np.float32))
+        tensor([1.5000, 2.5000])
+    """
+    import torch
+
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # uint16, uint32 and uint64, before torch 2.3
+        return array
+
+
+def _item_of(feature: Any) -> Any:
+    """Return the feature of the items of a list feature, in any of its spellings, or None."""
+    if isinstance(feature, list) and len(feature) == 1:
+        return feature[0]
+    if isinstance(feature, dict) and feature.get("_type") in ("List", "LargeList", "Sequence"):
+        return feature.get("feature")
+    return None
+
+
+def _is_list(kind: Any) -> bool:
+    return type(kind).__name__ in _LISTS
+
+
+class _Numbers:
+    """Numbers without nulls."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def value(self, row: int) -> Any:
+        return self._values[row].item()
+
+    def rows(self) -> np.ndarray | None:
+        """Return the numbers as default_collate stores Python numbers."""
+        kind = self._values.dtype.kind
+        if kind == "b":
+            return self._values
+        return self._values.astype(np.float64 if kind == "f" else np.int64, copy=False)
+
+
+class FixedRows:
+    """Number lists of one shape."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def value(self, row: int) -> Any:
+        return as_tensor(self._values[row].copy())
+
+    def rows(self) -> np.ndarray | None:
+        return self._values
+
+
+class _Lists:
+    """Nested lists without nulls: the offsets of each level, outermost first, and the numbers."""
+
+    def __init__(self, levels: list[np.ndarray], values: np.ndarray) -> None:
+        self._levels = levels
+        self._values = values
+
+    def rows(self) -> np.ndarray | None:
+        """Return all lists as one array, or None if their shapes differ."""
+        shape = [len(self._levels[0]) - 1]
+        for offsets in self._levels:
+            size = int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
+            if (np.diff(offsets) != size).any():
+                return None
+            shape.append(size)
+        return self._values.reshape(shape)
+
+    def row(self, row: int) -> np.ndarray | None:
+        """Return a copy of one list, or None if it is not rectangular."""
+        first, last = row, row + 1
+        shape = []
+        for offsets in self._levels:
+            bounds = offsets[first : last + 1]
+            size = int(bounds[1] - bounds[0]) if len(bounds) > 1 else 0
+            if (np.diff(bounds) != size).any():
+                return None
+            shape.append(size)
+            first, last = int(bounds[0]), int(bounds[-1])
+        return self._values[first:last].reshape(shape).copy()
+
+
+def _read_lists(array: Any) -> _Lists | None:
+    """Return the lists of an array, or None if there is a null in any of them."""
+    levels = []
+    while _is_list(array.type):
+        if array.null_count:
+            return None
+        if hasattr(array, "offsets"):
+            offsets = array.offsets.to_numpy().astype(np.int64)
+            levels.append(offsets - offsets[0])
+        else:
+            levels.append(np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size)
+        array = array.flatten()
+    if array.null_count:
+        return None
+    return _Lists(levels, array.to_numpy(zero_copy_only=False))
+
+
+class _RaggedRows:
+    """Number lists of different shapes, without nulls."""
+
+    def __init__(self, lists: _Lists, array: Any) -> None:
+        self._lists, self._array = lists, array
+
+    def value(self, row: int) -> Any:
+        found = self._lists.row(row)
+        return self._array[row].as_py() if found is None else as_tensor(found)
+
+    def rows(self) -> np.ndarray | None:
+        return None
+
+
+class _NullableLists:
+    """Number lists of which some are null or contain nulls."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def value(self, row: int) -> Any:
+        if not self._array[row].is_valid:
+            return None
+        lists = _read_lists(self._array.slice(row, 1))
+        found = None if lists is None else lists.row(0)
+        return self._array[row].as_py() if found is None else as_tensor(found)
+
+    def rows(self) -> np.ndarray | None:
+        return None
+
+
+class _Structs:
+    """Structs: a dict for each sample."""
+
+    def __init__(self, array: Any, features: dict[str, Any], decode: bool) -> None:
+        self._array = array
+        names = [array.type[number].name for number in range(array.type.num_fields)]
+        self._columns = {
+            name: make_column(child, features.get(name), decode=decode)
+            for name, child in zip(names, array.flatten(), strict=True)
+        }
+
+    def value(self, row: int) -> Any:
+        if self._array.null_count and not self._array[row].is_valid:
+            return None
+        return {name: column.value(row) for name, column in self._columns.items()}
+
+    def rows(self) -> np.ndarray | None:
+        return None
+
+
+class _Images:
+    """Images of Hugging Face datasets: structs of the bytes of a file and its path."""
+
+    def __init__(self, array: Any, *, decode: bool) -> None:
+        self._array = array
+        self._read: Callable[[dict[str, Any]], Any] = _decode_image if decode else _image_bytes
+
+    def value(self, row: int) -> Any:
+        found = self._array[row].as_py()
+        return None if found is None else self._read(found)
+
+    def rows(self) -> np.ndarray | None:
+        return None
+
+
+class _ImageLists(_Images):
+    """Lists of images."""
+
+    def value(self, row: int) -> Any:
+        found = self._array[row].as_py()
+        return None if found is None else [one and self._read(one) for one in found]
+
+
+def _image_bytes(image: dict[str, Any]) -> bytes:
+    """Return the bytes of an image, from its file if the set has only the path."""
+    content, path = image.get("bytes"), image.get("path")
+    if content is not None:
+        return bytes(content)
+    if path is None:
+        raise BadImage("an image has neither bytes nor a path")
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise BadImage(
+            f"{path} cannot be opened: {error.strerror or error}",
+            likely="the set has only the paths of its images, and the file was moved or deleted.",
+            remedy="save the set with the bytes of the images: "
+            "dataset.cast_column(name, Image()).save_to_disk(...) where the files are",
+            path=path,
+        ) from None
+
+
+def _decode_image(image: dict[str, Any]) -> Any:
+    return open_image(_image_bytes(image), None, path=image.get("path"))
+
+
+class _AnyValues:
+    """Values that only pyarrow converts."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def value(self, row: int) -> Any:
+        return self._array[row].as_py()
+
+    def rows(self) -> np.ndarray | None:
+        return None
