@@ -21,7 +21,7 @@ anything else (text, bytes, dates, ...)        as pyarrow's ``to_pylist`` return
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -42,17 +42,24 @@ _NUMBERS = {
     "float": np.float32,
     "double": np.float64,
 }
+Transform = Callable[[Any], Any]
 _LISTS = ("ListType", "LargeListType", "FixedSizeListType")
 
 
-class Column(Protocol):
+class Column:
     """The values of one field in one block."""
 
-    def value(self, row: int) -> Any:
-        """Return the value of one sample. It shares no memory with the block."""
+    def value(self, row: int, transform: Transform | None = None) -> Any:
+        """Return the value of one sample, after the transform. It shares no memory with a block."""
+        found = self._get(row)
+        return found if transform is None else transform(found)
+
+    def _get(self, row: int) -> Any:
+        raise NotImplementedError
 
     def rows(self) -> np.ndarray | None:
         """Return all rows as one array if they are numbers of one shape, otherwise None."""
+        return None
 
 
 def make_column(array: Any, feature: Any = None, *, decode: bool = True) -> Column:
@@ -96,7 +103,8 @@ def is_image(feature: Any) -> bool:
         >>> is_image({"_type": "Image"}), is_image({"_type": "Value", "dtype": "int64"})
         (True, False)
     """
-    return isinstance(feature, dict) and feature.get("_type") == "Image"
+    is_dict = isinstance(feature, dict)
+    return is_dict and feature.get("_type") == "Image" and feature.get("decode") is not False
 
 
 def is_number_list(kind: Any) -> bool:
@@ -140,30 +148,31 @@ def _is_list(kind: Any) -> bool:
     return type(kind).__name__ in _LISTS
 
 
-class _Numbers:
+class _Numbers(Column):
     """Numbers without nulls."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
+        self._rows: np.ndarray | None = None
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         return self._values[row].item()
 
     def rows(self) -> np.ndarray | None:
         """Return the numbers as default_collate stores Python numbers."""
-        kind = self._values.dtype.kind
-        if kind == "b":
-            return self._values
-        return self._values.astype(np.float64 if kind == "f" else np.int64, copy=False)
+        if self._rows is None:
+            wide = {"b": np.bool_, "f": np.float64}.get(self._values.dtype.kind, np.int64)
+            self._rows = self._values.astype(wide, copy=False)
+        return self._rows
 
 
-class FixedRows:
+class FixedRows(Column):
     """Number lists of one shape."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         return as_tensor(self._values[row].copy())
 
     def rows(self) -> np.ndarray | None:
@@ -198,7 +207,7 @@ class _Lists:
                 return None
             shape.append(size)
             first, last = int(bounds[0]), int(bounds[-1])
-        return self._values[first:last].reshape(shape).copy()
+        return np.array(self._values[first:last].reshape(shape))
 
 
 def _read_lists(array: Any) -> _Lists | None:
@@ -218,38 +227,32 @@ def _read_lists(array: Any) -> _Lists | None:
     return _Lists(levels, array.to_numpy(zero_copy_only=False))
 
 
-class _RaggedRows:
+class _RaggedRows(Column):
     """Number lists of different shapes, without nulls."""
 
     def __init__(self, lists: _Lists, array: Any) -> None:
         self._lists, self._array = lists, array
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         found = self._lists.row(row)
         return self._array[row].as_py() if found is None else as_tensor(found)
 
-    def rows(self) -> np.ndarray | None:
-        return None
 
-
-class _NullableLists:
+class _NullableLists(Column):
     """Number lists of which some are null or contain nulls."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         if not self._array[row].is_valid:
             return None
         lists = _read_lists(self._array.slice(row, 1))
         found = None if lists is None else lists.row(0)
         return self._array[row].as_py() if found is None else as_tensor(found)
 
-    def rows(self) -> np.ndarray | None:
-        return None
 
-
-class _Structs:
+class _Structs(Column):
     """Structs: a dict for each sample."""
 
     def __init__(self, array: Any, features: dict[str, Any], decode: bool) -> None:
@@ -260,36 +263,38 @@ class _Structs:
             for name, child in zip(names, array.flatten(), strict=True)
         }
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         if self._array.null_count and not self._array[row].is_valid:
             return None
         return {name: column.value(row) for name, column in self._columns.items()}
 
-    def rows(self) -> np.ndarray | None:
-        return None
 
-
-class _Images:
+class _Images(Column):
     """Images of Hugging Face datasets: structs of the bytes of a file and its path."""
 
     def __init__(self, array: Any, *, decode: bool) -> None:
         self._array = array
-        self._read: Callable[[dict[str, Any]], Any] = _decode_image if decode else _image_bytes
+        self._decode = decode
 
-    def value(self, row: int) -> Any:
+    def value(self, row: int, transform: Transform | None = None) -> Any:
         found = self._array[row].as_py()
-        return None if found is None else self._read(found)
+        return None if found is None else self._read(found, transform)
 
-    def rows(self) -> np.ndarray | None:
-        return None
+    def _read(self, image: dict[str, Any], transform: Transform | None) -> Any:
+        content = _image_bytes(image)
+        if self._decode:
+            return open_image(content, transform, path=image.get("path"))
+        return content if transform is None else transform(content)
 
 
 class _ImageLists(_Images):
-    """Lists of images."""
+    """Lists of images. A transform is applied to the list."""
 
-    def value(self, row: int) -> Any:
+    def value(self, row: int, transform: Transform | None = None) -> Any:
         found = self._array[row].as_py()
-        return None if found is None else [one and self._read(one) for one in found]
+        if found is not None:
+            found = [None if one is None else self._read(one, None) for one in found]
+        return found if transform is None else transform(found)
 
 
 def _image_bytes(image: dict[str, Any]) -> bytes:
@@ -312,18 +317,11 @@ def _image_bytes(image: dict[str, Any]) -> bytes:
         ) from None
 
 
-def _decode_image(image: dict[str, Any]) -> Any:
-    return open_image(_image_bytes(image), None, path=image.get("path"))
-
-
-class _AnyValues:
+class _AnyValues(Column):
     """Values that only pyarrow converts."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
 
-    def value(self, row: int) -> Any:
+    def _get(self, row: int) -> Any:
         return self._array[row].as_py()
-
-    def rows(self) -> np.ndarray | None:
-        return None

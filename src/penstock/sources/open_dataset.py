@@ -67,8 +67,20 @@ def _has_classes(folder: str) -> bool:
 _COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 """Recognised for the sake of the error that says why they cannot be read by index."""
 
+
+def _is_hugging_face(folder: str) -> bool:
+    saved, several = _has_files("state.json", "dataset_info.json"), _has_files("dataset_dict.json")
+    return saved(folder) or several(folder)
+
+
 FORMATS: dict[str, Format] = {
     "packed": Format("packed", "open_packed", is_folder=_has_files("manifest.json")),
+    "hf": Format("arrow_dataset", "open_hugging_face", is_folder=_is_hugging_face),
+    "mds": Format("mds_dataset", "open_mds", is_folder=_has_index("shards")),
+    "litdata": Format("litdata_dataset", "open_litdata", is_folder=_has_index("chunks")),
+    "lance": Format("lance_dataset", "open_lance", is_folder=_has_files("_versions", "data")),
+    "parquet": Format("parquet_dataset", "open_parquet", (".parquet", ".pq")),
+    "arrow": Format("arrow_dataset", "open_arrow", (".arrow", ".feather", ".arrows", ".ipc")),
     "tar": Format("tar_dataset", "open_tars", (".tar", *_COMPRESSED_TARS)),
     "image folder": Format("image_folder", "open_image_folder", is_folder=_has_classes),
 }
@@ -94,7 +106,9 @@ def open_dataset(
     Args:
         path: A file, a folder, a pattern (``"data/*.tar"``, ``"train-{000..099}.tar"``), or a list
             of files.
-        format: ``"tar"``, ``"packed"`` or ``"image folder"``. None: recognised by the path.
+        format: ``"packed"``, ``"hf"`` (Hugging Face datasets), ``"mds"``, ``"litdata"``,
+            ``"lance"``, ``"parquet"``, ``"arrow"``, ``"tar"`` or ``"image folder"``. None:
+            recognised by the path.
         columns: Load only these fields.
         decode: Decode images and other fields. False: hand out their bytes.
         transforms: Functions of a field's value, by field name. They can be random.

@@ -111,7 +111,7 @@ class SourceFiles:
             ) from None
         is_same = now.st_ino == handle.inode
         if (now.st_size, now.st_mtime_ns) != self.stamps[file] or not is_same:
-            raise _changed(path)
+            raise changed_error(path)
         if num_read < num_bytes:
             raise Damaged(f"{path} ends before byte {offset + num_bytes}", path=path)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -133,7 +133,7 @@ class SourceFiles:
                 path=path,
             ) from None
         if handle.stamp != self.stamps[file]:
-            raise _changed(path)
+            raise changed_error(path)
         handles[file] = handle
         while len(handles) > MAX_OPEN:
             try:
@@ -143,7 +143,8 @@ class SourceFiles:
         return handle
 
 
-def _changed(path: str) -> Damaged:
+def changed_error(path: str) -> Damaged:
+    """Return the error for a file that is not the one that was opened."""
     return Damaged(
         f"{path} has changed since the dataset was opened",
         likely="another program has replaced or rewritten it.",

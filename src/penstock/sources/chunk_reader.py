@@ -1,0 +1,181 @@
+"""Datasets in chunk files that begin with a table of offsets, as those of MDS and LitData do.
+
+    uint32 count | uint32 offset of each sample, and the end | ... | sample | sample | ...
+
+All integers are little-endian. A chunk is a block. Only its table of offsets is kept in memory: the
+samples are read one by one, or together where they are adjacent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
+from penstock.sources.blocks import BlockReader
+from penstock.sources.source_files import SourceFiles
+from penstock.sources.table_files import describe
+
+_MAX_READ = 4 << 20
+"""Adjacent samples are read together up to this many bytes."""
+_COPY_AGAIN = 'copy the file again from its source, or DataLoader(..., on_error="skip")'
+
+
+class Chunk(NamedTuple):
+    """A chunk: its path, its samples, and its size in bytes according to the index."""
+
+    path: str
+    num_samples: int
+    num_bytes: int
+
+
+class ChunkReader(BlockReader):
+    """Base class of datasets in chunk files.
+
+    Args:
+        chunks: All chunks. Those without samples are left out.
+        names: The fields that transforms can have.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        names: Sequence[str],
+        *,
+        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        self._chunks = [chunk for chunk in chunks if chunk.num_samples]
+        counts = [chunk.num_samples for chunk in self._chunks]
+        super().__init__(np.cumsum([0, *counts]), transforms=transforms)
+        unknown = [name for name in self._transforms if name not in names]
+        if unknown:
+            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(names))
+        self._files = SourceFiles([chunk.path for chunk in self._chunks])
+        for chunk, stamp in zip(self._chunks, self._files.stamps, strict=True):
+            check_size(chunk, stamp.size)
+
+    # -- for subclasses --------------------------------------------------------------------------
+
+    def _decode(self, item: memoryview, block: int) -> Any:
+        """Return the sample in these bytes."""
+        raise NotImplementedError
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    def _read_block(self, block: int) -> np.ndarray:
+        """Return the offsets of a chunk's samples, and the end of the last."""
+        chunk = self._chunks[block]
+        needed = 4 * (chunk.num_samples + 2)
+        if needed > chunk.num_bytes:
+            raise self._damaged(block, f"it is too short for {chunk.num_samples} samples")
+        header = np.frombuffer(self._files.read(block, 0, needed), "<u4")
+        count, offsets = int(header[0]), header[1:].astype(np.int64)
+        if count != chunk.num_samples:
+            raise self._damaged(block, f"it has {count} samples; the index {chunk.num_samples}")
+        is_valid = offsets[0] >= needed and (np.diff(offsets) >= 0).all()
+        if not is_valid or offsets[-1] > chunk.num_bytes:
+            raise self._damaged(block, "its table of offsets is invalid")
+        return offsets
+
+    def _take(self, block: int, rows: list[int]) -> list[Any]:
+        offsets: np.ndarray = self._block(block)
+        samples: list[Any] = [None] * len(rows)
+        for places in _runs(rows, offsets):
+            first, last = rows[places[0]], rows[places[-1]] + 1
+            start = int(offsets[first])
+            data = memoryview(self._files.read(block, start, int(offsets[last]) - start))
+            for place in places:
+                row = rows[place]
+                item = data[int(offsets[row]) - start : int(offsets[row + 1]) - start]
+                samples[place] = self._decoded(item, block, row)
+        return samples
+
+    def _decoded(self, item: memoryview, block: int, row: int) -> Any:
+        try:
+            return self._decode(item, block)
+        except PenstockError:
+            raise
+        except Exception as error:  # damaged bytes raise many types
+            if self._transforms:  # the user's transform may have raised it
+                raise
+            raise self._damaged(block, describe(error), row) from error
+
+    def _damaged(self, block: int, why: str, row: int | None = None) -> Damaged:
+        path = self._chunks[block].path
+        first = int(self._block_starts[block])
+        what = f"{path} cannot be read: {why}"
+        if row is not None:
+            what = f"sample {first + row} cannot be read: {why}"
+        return Damaged(
+            what,
+            where=f"{path}, sample {row} of it" if row is not None else None,
+            likely="bytes of the file have changed since it was written.",
+            remedy=_COPY_AGAIN,
+            path=path,
+        )
+
+
+def _runs(rows: list[int], offsets: np.ndarray) -> Iterator[list[int]]:
+    """Yield the places of rows that follow each other, up to a number of bytes."""
+    run: list[int] = []
+    start = 0
+    for place, row in enumerate(rows):
+        is_next = bool(run) and row == rows[run[-1]] + 1
+        if is_next and int(offsets[row + 1]) - start <= _MAX_READ:
+            run.append(place)
+            continue
+        if run:
+            yield run
+        run, start = [place], int(offsets[row])
+    if run:
+        yield run
+
+
+def check_size(chunk: Chunk, num_bytes: int) -> None:
+    """Check the size of a chunk against its index.
+
+    Raises:
+        BadStore: It differs.
+    """
+    if num_bytes != chunk.num_bytes:
+        raise BadStore(
+            f"{chunk.path} has {num_bytes} bytes; index.json says {chunk.num_bytes}",
+            likely="the file is truncated, because of an interrupted copy, or is from another set.",
+            remedy="copy the folder again from its source",
+            path=chunk.path,
+        )
+
+
+def read_index(folder: str, key: str) -> dict[str, Any]:
+    """Return the content of a folder's ``index.json``, which has a list ``key``.
+
+    Raises:
+        BadStore: There is none, or it is not such an index.
+    """
+    path = os.path.join(folder, "index.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise BadStore(
+            f"{path} cannot be read: {describe(error)}",
+            likely="the set was not completely written or copied.",
+            path=path,
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get(key), list):
+        raise BadStore(f"{path} has no list {key!r}", path=path)
+    return found
+
+
+def refuse_pickle(name: str, folder: str) -> BadStore:
+    """Return the error for a pickled field."""
+    return BadStore(
+        f"field {name!r} of {folder} is pickled, and a pickle can run any code when it is loaded",
+        remedy="open_dataset(path, allow_pickle=True) if you trust the files, or columns=[...] "
+        "without this field",
+        path=folder,
+    )

@@ -1,0 +1,142 @@
+"""Parquet files as a dataset. A row group is a block, decoded once and kept while it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import MissingExtra
+from penstock.sources.table_files import TableFiles, open_error
+from penstock.sources.table_reader import (
+    CACHE_BYTES,
+    TableBlock,
+    TableField,
+    TableReader,
+    check_schema,
+    choose_columns,
+)
+
+
+class ParquetDataset(TableReader):
+    """Rows of Parquet files. See :func:`penstock.open_dataset`."""
+
+    unit = "row group"
+
+    def _read_arrays(self, place: TableBlock) -> tuple[dict[str, Any], int]:
+        names = list(self._fields)
+        file = self._files.handle(place.file)
+        # A name with a dot could also mean a field of a struct, so then all columns are read.
+        chosen = None if any("." in name for name in names) else names
+        table = file.read_row_group(place.number, columns=chosen, use_threads=False)
+        table.validate(full=True)
+        arrays = {name: join_chunks(table.column(name)) for name in names}
+        return arrays, table.nbytes
+
+
+def open_parquet(
+    paths: Sequence[str],
+    *,
+    columns: Sequence[str] | None = None,
+    decode: bool = True,
+    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+    allow_pickle: bool = False,
+    cache_bytes: int = CACHE_BYTES,
+) -> ParquetDataset:
+    """Open Parquet files. Called by :func:`penstock.open_dataset`.
+
+    Raises:
+        BadStore: A file is not a Parquet file, or its schema differs from that of the first file.
+        MissingExtra: pyarrow is not installed.
+    """
+    import_pyarrow()
+    files = TableFiles(paths, open_parquet_file)
+    fields: dict[str, TableField] = {}
+    blocks: list[TableBlock] = []
+    for number, path in enumerate(files.paths):
+        opened = open_parquet_file(path)
+        try:
+            schema = opened.schema_arrow
+        except Exception as error:
+            raise open_error(path, error) from None
+        kinds = dict(zip(schema.names, schema.types, strict=True))
+        if not number:
+            features = read_features(schema.metadata)
+            names = choose_columns(schema.names, columns, path)
+            fields = {name: TableField(kinds[name], features.get(name)) for name in names}
+        first = {name: field.kind for name, field in fields.items()}
+        check_schema(first, kinds, files.paths[0], path, is_chosen=columns is not None)
+        blocks += _find_blocks(number, opened.metadata, set(fields))
+        files.check(number)
+    return ParquetDataset(
+        files, blocks, fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
+    )
+
+
+def _find_blocks(file: int, metadata: Any, names: set[str]) -> list[TableBlock]:
+    """Return the row groups of a file. Their size is that of the chosen columns, uncompressed."""
+    blocks = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if not group.num_rows:
+            continue
+        columns = (group.column(one) for one in range(group.num_columns))
+        num_bytes = sum(
+            one.total_uncompressed_size
+            for one in columns
+            if one.path_in_schema in names or one.path_in_schema.partition(".")[0] in names
+        )
+        blocks.append(TableBlock(file, number, group.num_rows, num_bytes))
+    return blocks
+
+
+def open_parquet_file(path: str) -> Any:
+    """Return pyarrow's reader of a file. Page checksums are verified if the file has them."""
+    import_pyarrow()
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+    except Exception as error:
+        raise open_error(path, error) from None
+
+
+def import_pyarrow() -> Any:
+    """Return pyarrow.
+
+    Raises:
+        MissingExtra: It is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError:
+        raise MissingExtra(
+            "Parquet and Arrow files need pyarrow, which is not installed",
+            remedy='pip install "penstock[arrow]"',
+        ) from None
+    return pyarrow
+
+
+def join_chunks(column: Any) -> Any:
+    """Return a chunked column as one array."""
+    joined = column.combine_chunks()
+    if hasattr(joined, "chunks"):  # more text than 32-bit offsets can hold, or no chunk
+        pyarrow = import_pyarrow()
+        joined = pyarrow.concat_arrays(joined.chunks) if joined.num_chunks else joined
+    return joined
+
+
+def read_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """Return the features that Hugging Face datasets noted in a schema, by field name.
+
+    Example:
+        >>> read_features({b"huggingface": b'{"info": {"features": {"x": {"_type": "Image"}}}}'})
+        {'x': {'_type': 'Image'}}
+        >>> read_features(None)
+        {}
+    """
+    try:
+        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,290 @@
+"""Datasets over the record batches of tables: Arrow files, Parquet files and Lance.
+
+    block of the reader  =  row group or record batch
+    TableReader._read_block    one call of the library, then a Column for each field
+    TableReader.read_rows      a batch of numbers: rows are copied from the blocks into the slot
+
+A subclass says how a block is read.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.engine.memory.batch_layout import LayoutError
+from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
+from penstock.order.samplers import BlockOrder
+from penstock.sources.arrow_columns import Column, is_image, is_number, is_number_list, make_column
+from penstock.sources.blocks import NUM_MIXED, BlockReader
+from penstock.sources.table_files import TableFiles, describe
+
+CACHE_BYTES = 256 << 20
+"""Limit of the blocks that each process keeps decoded."""
+_SMALL_ROW = 1024
+"""Rows of at least this many bytes are copied one by one, without a temporary array."""
+
+
+class TableBlock(NamedTuple):
+    """Where a block lies: the number of its file, its number there, its rows and decoded bytes."""
+
+    file: int
+    number: int
+    num_rows: int
+    num_bytes: int = 0
+
+
+class TableField(NamedTuple):
+    """A field: its Arrow type, and its feature in Hugging Face datasets or None."""
+
+    kind: Any
+    feature: Any = None
+
+    @property
+    def is_numeric(self) -> bool:
+        """True if batches of this field can be gathered without Python values."""
+        if self.feature is not None and is_image(self.feature):
+            return False
+        kind = getattr(self.kind, "storage_type", self.kind)
+        return is_number(kind) or is_number_list(kind)
+
+
+class BlockColumns:
+    """The decoded columns of a block, by field name. ``nbytes`` is what they keep in memory."""
+
+    def __init__(self, columns: dict[str, Column], nbytes: int) -> None:
+        self.columns = columns
+        self.nbytes = nbytes
+
+
+class TableReader(BlockReader):
+    """Base class of datasets over tables. A sample is a dict of fields.
+
+    Args:
+        files: The files.
+        blocks: All blocks with at least one row, in order.
+        fields: The fields to load, in order.
+        decode: Decode images. If False, they are bytes.
+        cache_bytes: Limit of the decoded blocks that each process keeps.
+    """
+
+    unit = "block"
+    """What a block is in this format, for error messages."""
+
+    def __init__(
+        self,
+        files: TableFiles,
+        blocks: Sequence[TableBlock],
+        fields: Mapping[str, TableField],
+        *,
+        decode: bool = True,
+        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        super().__init__(np.cumsum([0, *(one.num_rows for one in blocks)]), transforms=transforms)
+        unknown = [name for name in self._transforms if name not in fields]
+        if unknown:
+            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(fields))
+        self._files = files
+        self._blocks = list(blocks)
+        self._fields = dict(fields)
+        self._decode = decode
+        self._row_shapes: dict[str, tuple[int, ...]] | None = None
+        self.cache_bytes = cache_bytes
+
+    # -- for subclasses --------------------------------------------------------------------------
+
+    def _read_arrays(self, place: TableBlock) -> tuple[dict[str, Any], int]:
+        """Return the Arrow array of each field of a block, and the bytes that they allocate."""
+        raise NotImplementedError
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a sample."""
+        return tuple(self._fields)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} samples of {', '.join(self.fields)})"
+
+    def _read_block(self, block: int) -> BlockColumns:
+        place = self._blocks[block]
+        try:
+            arrays, num_bytes = self._read_arrays(place)
+            found = {len(array) for array in arrays.values()}
+            if found - {place.num_rows}:
+                raise ValueError(f"{found} rows instead of {place.num_rows}")
+            columns = make_columns(arrays, self._fields, decode=self._decode)
+        except PenstockError:
+            raise
+        except Exception as error:  # pyarrow's errors have many types
+            raise self._damaged(block, describe(error)) from None
+        return BlockColumns(columns, num_bytes)
+
+    def _take(self, block: int, rows: list[int]) -> list[Any]:
+        file = self._blocks[block].file
+        self._files.check(file)
+        content = self._block(block)
+        samples = [self._sample(content, row) for row in rows]
+        self._files.check(file)  # the columns may be views of the file
+        return samples
+
+    def _sample(self, content: BlockColumns, row: int) -> dict[str, Any]:
+        if not self._transforms:
+            return {name: column.value(row) for name, column in content.columns.items()}
+        return {
+            name: column.value(row, self._transforms.get(name))
+            for name, column in content.columns.items()
+        }
+
+    def _damaged(self, block: int, why: str) -> Damaged:
+        place = self._blocks[block]
+        path = self._files.paths[place.file]
+        first, end = (int(start) for start in self._block_starts[block : block + 2])
+        return Damaged(
+            f"{self.unit} {place.number} of {path} cannot be read: {why}",
+            where=f"samples {first} to {end - 1}",
+            likely="bytes of the file have changed since it was written.",
+            remedy='copy the file again from its source, or DataLoader(..., on_error="skip")',
+            path=path,
+        )
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    @property
+    def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
+        """Copies whole batches. Exists only if all fields are numbers and there is no transform."""
+        is_numeric = all(field.is_numeric for field in self._fields.values())
+        if self._transforms or not is_numeric or sys.byteorder != "little":
+            raise AttributeError("only fields of numbers can be gathered")
+        return self._read_rows
+
+    def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
+        """Copy samples (checked to be in range) into rows of bytes, one field at a time.
+
+        Raises:
+            LayoutError: A block has nulls, or rows of another shape than the first sample. The
+                engine then loads the samples as usual.
+        """
+        blocks = self._block_starts.searchsorted(index, side="right") - 1
+        rows = index - self._block_starts[blocks]
+        for block in np.unique(blocks).tolist():
+            places = np.flatnonzero(blocks == block)
+            file = self._blocks[block].file
+            self._files.check(file)
+            columns = self._block(block).columns
+            for target, (name, column) in zip(out, columns.items(), strict=True):
+                copy_rows(self._rows_of(name, column), rows[places], target, places)
+            self._files.check(file)
+
+    def _rows_of(self, name: str, column: Column) -> np.ndarray:
+        found = column.rows()
+        if found is None or found.shape[1:] != self._first_shapes()[name]:
+            raise LayoutError
+        return found
+
+    def _first_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the fields of the first sample, from which a layout is made."""
+        if self._row_shapes is None:
+            self._row_shapes = {
+                name: tuple(getattr(value, "shape", ())) for name, value in self[0].items()
+            }
+        return self._row_shapes
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def block_order(
+        self, *, seed: int = 0, num_mixed: int | None = None, **keywords: Any
+    ) -> BlockOrder:
+        """Return a shuffled order that needs few blocks at a time. Pass it as ``sampler=``.
+
+        Args:
+            seed: A 64-bit integer.
+            num_mixed: Number of blocks whose samples are shuffled together. None: as many as fit
+                into the cache, up to 16.
+            keywords: Other options of :class:`penstock.BlockOrder`.
+        """
+        if num_mixed is None:
+            largest = max((one.num_bytes for one in self._blocks), default=0)
+            num_mixed = max(1, min(NUM_MIXED, self.cache_bytes // max(1, largest)))
+        return super().block_order(seed=seed, num_mixed=num_mixed, **keywords)
+
+
+def make_columns(
+    arrays: Mapping[str, Any], fields: Mapping[str, TableField], *, decode: bool
+) -> dict[str, Column]:
+    """Return the columns of Arrow arrays, by field name."""
+    return {
+        name: make_column(arrays[name], field.feature, decode=decode)
+        for name, field in fields.items()
+    }
+
+
+def copy_rows(values: np.ndarray, rows: np.ndarray, target: np.ndarray, places: np.ndarray) -> None:
+    """Copy ``rows`` of ``values`` to the rows ``places`` of ``target``, an array of bytes."""
+    num_bytes = math.prod(values.shape[1:]) * values.itemsize
+    if num_bytes != target.shape[1]:
+        raise LayoutError
+    if not num_bytes:
+        return
+    table = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+    if num_bytes < _SMALL_ROW:
+        target[places] = table[rows]
+        return
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        target[place] = table[row]
+
+
+def choose_columns(names: Sequence[str], columns: Any, path: str) -> list[str]:
+    """Return the fields to load: those asked for, in that order, or all.
+
+    Raises:
+        BadArgument: There is no such field.
+    """
+    if columns is None:
+        return list(names)
+    chosen = [columns] if isinstance(columns, str) else list(columns)
+    unknown = [name for name in chosen if name not in names]
+    if unknown or not chosen:
+        raise BadArgument(
+            f"{path} has no field {unknown[0]!r}; its fields are {', '.join(map(str, names))}"
+            if unknown
+            else "columns= is empty",
+            remedy=f"columns=[{names[0]!r}]" if names else None,
+        )
+    return chosen
+
+
+def check_schema(
+    fields: Mapping[str, Any], others: Mapping[str, Any], first: str, path: str, *, is_chosen: bool
+) -> None:
+    """Check that a file has the fields of the first file.
+
+    Args:
+        fields: Types of the fields of the first file, by name.
+        others: Types of the fields of this file.
+        is_chosen: Only some fields are loaded, so others may differ.
+
+    Raises:
+        BadStore: A field is missing, is new, or has another type.
+    """
+    where = f"{path}, compared with {first}"
+    remedy = "open_dataset(path, columns=[...]) with the fields that all files have, or open the "
+    remedy += "files as separate datasets"
+    for name, kind in fields.items():
+        other = others.get(name)
+        if other is None:
+            what = f"the schema changes between files: {path} has no field {name!r}"
+            raise BadStore(what, where=where, remedy=remedy, path=path)
+        if other != kind:
+            what = f"the schema changes between files: field {name!r} is {kind} in {first}, but "
+            raise BadStore(f"{what}{other} in {path}", where=where, remedy=remedy, path=path)
+    extra = [name for name in others if name not in fields]
+    if extra and not is_chosen:
+        what = f"the schema changes between files: {path} has the field {extra[0]!r}, {first} not"
+        raise BadStore(what, where=where, remedy=remedy, path=path)
