@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import BadStore
-from penstock.sources.parquet_dataset import import_pyarrow, read_features
+from penstock.sources.parquet_dataset import import_pyarrow
 from penstock.sources.table_files import TableFiles, open_error
 from penstock.sources.table_reader import (
     CACHE_BYTES,
     TableBlock,
-    TableField,
     TableReader,
-    check_schema,
-    choose_columns,
+    TableSchema,
 )
 
 _FILE_MAGIC = b"ARROW1"
+_END_MARK = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class IpcFile:
@@ -55,8 +54,16 @@ class IpcFile:
                 self.schema = stream.schema
                 self._batches = list(stream)
                 self.num_batches = len(self._batches)
+                self._check_end(source)
         except Exception as error:
             raise open_error(path, error) from None
+
+    def _check_end(self, source: Any) -> None:
+        """Raise unless a stream was read to its end mark. Without it, batches may be missing."""
+        if self._map.slice(max(0, self._map.size - 8)).to_pybytes() != _END_MARK:
+            raise ValueError("the stream has no end mark, so batches may be missing")
+        if source.tell() != self._map.size:
+            raise ValueError("the file continues after the end of the stream")
 
     def batch(self, number: int) -> Any:
         """Return a record batch."""
@@ -104,21 +111,16 @@ def open_arrow(
     """
     import_pyarrow()
     files = TableFiles(paths, IpcFile)
-    fields: dict[str, TableField] = {}
+    schema = TableSchema(columns, features)
     blocks: list[TableBlock] = []
     for number, path in enumerate(files.paths):
         opened = IpcFile(path)
-        kinds = dict(zip(opened.schema.names, opened.schema.types, strict=True))
-        if not number:
-            known = read_features(opened.schema.metadata) if features is None else features
-            names = choose_columns(opened.schema.names, columns, path)
-            fields = {name: TableField(kinds[name], known.get(name)) for name in names}
-        first = {name: field.kind for name, field in fields.items()}
-        check_schema(first, kinds, files.paths[0], path, is_chosen=columns is not None)
-        blocks += _find_blocks(number, opened, path)
+        mine = _find_blocks(number, opened, path)
+        schema.add(path, opened.schema, has_rows=bool(mine))
+        blocks += mine
         files.check(number)
     return ArrowDataset(
-        files, blocks, fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
+        files, blocks, schema.fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
     )
 
 

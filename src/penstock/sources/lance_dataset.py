@@ -15,14 +15,14 @@ import numpy as np
 from penstock.engine.memory.batch_layout import LayoutError
 from penstock.errors import BadStore, Damaged, MissingExtra
 from penstock.sources.blocks import resolve_index
-from penstock.sources.parquet_dataset import join_chunks, read_features
+from penstock.sources.parquet_dataset import join_chunks
 from penstock.sources.table_files import TableFiles, describe, open_error
 from penstock.sources.table_reader import (
     BlockColumns,
     TableBlock,
     TableField,
     TableReader,
-    choose_columns,
+    TableSchema,
     copy_rows,
     make_columns,
 )
@@ -43,7 +43,8 @@ class LanceDataset(TableReader):
         decode: bool,
         transforms: Mapping[str, Callable[[Any], Any]] | None,
     ) -> None:
-        super().__init__(TableFiles([], open), blocks, fields, decode=decode, transforms=transforms)
+        files = TableFiles(_find_manifest(path, version), os.path.getsize)
+        super().__init__(files, blocks, fields, decode=decode, transforms=transforms)
         self._path = path
         self._version = version
         self._opened: tuple[int, Any] | None = None
@@ -58,6 +59,8 @@ class LanceDataset(TableReader):
 
     def _rows(self, places: list[int]) -> BlockColumns:
         """Return the rows at these indices, as the rows of one block."""
+        for file in range(len(self._files.paths)):
+            self._files.check(file)
         try:
             table = self._dataset().take(places, columns=list(self._fields))
             arrays = {name: join_chunks(table.column(name)) for name in self._fields}
@@ -121,12 +124,18 @@ def open_lance(
         counts = [fragment.count_rows() for fragment in dataset.get_fragments()]
     except Exception as error:
         raise open_error(path, error) from None
-    features = read_features(schema.metadata)
-    kinds = dict(zip(schema.names, schema.types, strict=True))
-    names = choose_columns(schema.names, columns, path)
-    fields = {name: TableField(kinds[name], features.get(name)) for name in names}
+    found_schema = TableSchema(columns)
+    found_schema.add(path, schema, has_rows=any(counts))
     blocks = [TableBlock(0, number, count) for number, count in enumerate(counts) if count]
+    fields = found_schema.fields
     return LanceDataset(path, found, blocks, fields, decode=decode, transforms=transforms)
+
+
+def _find_manifest(path: str, version: int) -> list[str]:
+    """Return the manifest of a version, which never changes unless the dataset is replaced."""
+    names = (f"{version}.manifest", f"{2**64 - 1 - version:020}.manifest")
+    paths = [os.path.join(path, "_versions", name) for name in names]
+    return [one for one in paths if os.path.exists(one)]
 
 
 def open_lance_dataset(path: str, version: int | None = None) -> Any:

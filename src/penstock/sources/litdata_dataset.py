@@ -225,9 +225,13 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
 def _read_chunk(folder: str, chunk: Any) -> Chunk:
     try:
         path = os.path.join(folder, chunk["filename"])
-        return Chunk(path, int(chunk["chunk_size"]), int(chunk["chunk_bytes"]))
+        found = Chunk(path, int(chunk["chunk_size"]), int(chunk["chunk_bytes"]))
     except (KeyError, TypeError, ValueError) as error:
         raise BadStore(f"index.json of {folder} is invalid: {error!r}", path=folder) from None
+    # Old versions do not count the table of offsets.
+    without_table = found.num_bytes + 4 * (found.num_samples + 2)
+    is_old = os.path.exists(path) and os.path.getsize(path) == without_table
+    return found._replace(num_bytes=without_table) if is_old else found
 
 
 def _open_tokens(

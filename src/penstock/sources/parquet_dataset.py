@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,8 @@ from penstock.sources.table_files import TableFiles, open_error
 from penstock.sources.table_reader import (
     CACHE_BYTES,
     TableBlock,
-    TableField,
     TableReader,
-    check_schema,
-    choose_columns,
+    TableSchema,
 )
 
 
@@ -51,25 +48,20 @@ def open_parquet(
     """
     import_pyarrow()
     files = TableFiles(paths, open_parquet_file)
-    fields: dict[str, TableField] = {}
+    schema = TableSchema(columns)
     blocks: list[TableBlock] = []
     for number, path in enumerate(files.paths):
         opened = open_parquet_file(path)
         try:
-            schema = opened.schema_arrow
+            found = opened.schema_arrow
         except Exception as error:
             raise open_error(path, error) from None
-        kinds = dict(zip(schema.names, schema.types, strict=True))
-        if not number:
-            features = read_features(schema.metadata)
-            names = choose_columns(schema.names, columns, path)
-            fields = {name: TableField(kinds[name], features.get(name)) for name in names}
-        first = {name: field.kind for name, field in fields.items()}
-        check_schema(first, kinds, files.paths[0], path, is_chosen=columns is not None)
-        blocks += _find_blocks(number, opened.metadata, set(fields))
+        mine = _find_blocks(number, opened.metadata, set(columns or found.names))
+        schema.add(path, found, has_rows=bool(mine))
+        blocks += mine
         files.check(number)
     return ParquetDataset(
-        files, blocks, fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
+        files, blocks, schema.fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
     )
 
 
@@ -124,19 +116,3 @@ def join_chunks(column: Any) -> Any:
         pyarrow = import_pyarrow()
         joined = pyarrow.concat_arrays(joined.chunks) if joined.num_chunks else joined
     return joined
-
-
-def read_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
-    """Return the features that Hugging Face datasets noted in a schema, by field name.
-
-    Example:
-        >>> read_features({b"huggingface": b'{"info": {"features": {"x": {"_type": "Image"}}}}'})
-        {'x': {'_type': 'Image'}}
-        >>> read_features(None)
-        {}
-    """
-    try:
-        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-    except (KeyError, TypeError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -9,6 +9,7 @@ A subclass says how a block is read.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -240,6 +241,86 @@ def copy_rows(values: np.ndarray, rows: np.ndarray, target: np.ndarray, places: 
         target[place] = table[row]
 
 
+class TableSchema:
+    """The fields of a set of files: those of its first file with rows. All others must agree.
+
+    Files without rows are not compared. Some programs write them without types.
+
+    Args:
+        columns: The fields to load, or None for all.
+        features: Features of Hugging Face datasets. None: those in the schema's metadata.
+    """
+
+    def __init__(
+        self, columns: Sequence[str] | str | None, features: Mapping[str, Any] | None = None
+    ) -> None:
+        self._columns = columns
+        self._features = features
+        self._path = ""
+        self._fields: dict[str, TableField] | None = None
+        self._empty: tuple[str, Any] | None = None
+
+    def add(self, path: str, schema: Any, *, has_rows: bool) -> None:
+        """Note or compare the ``pyarrow.Schema`` of a file.
+
+        Raises:
+            BadStore: A field is missing, is new, or has another type than in the first file.
+        """
+        if not has_rows:
+            self._empty = self._empty or (path, schema)
+        elif self._fields is None:
+            self._path, self._fields = path, self._choose(path, schema)
+        else:
+            self._compare(path, dict(zip(schema.names, schema.types, strict=True)), self._fields)
+
+    @property
+    def fields(self) -> dict[str, TableField]:
+        """The fields to load, in order."""
+        if self._fields is None and self._empty is not None:
+            self._fields = self._choose(*self._empty)
+        return self._fields or {}
+
+    def _choose(self, path: str, schema: Any) -> dict[str, TableField]:
+        known = read_features(schema.metadata) if self._features is None else self._features
+        kinds = dict(zip(schema.names, schema.types, strict=True))
+        names = choose_columns(schema.names, self._columns, path)
+        return {name: TableField(kinds[name], known.get(name)) for name in names}
+
+    def _compare(self, path: str, kinds: dict[str, Any], fields: dict[str, TableField]) -> None:
+        what = None
+        for name, field in fields.items():
+            if name not in kinds:
+                what = f"{path} has no field {name!r}, {self._path} has"
+            elif kinds[name] != field.kind:
+                what = f"field {name!r} is {field.kind} in {self._path}, {kinds[name]} in {path}"
+        extra = [name for name in kinds if name not in fields]
+        if extra and self._columns is None:
+            what = what or f"{path} has the field {extra[0]!r}, {self._path} has not"
+        if what is not None:
+            raise BadStore(
+                f"the schema changes between files: {what}",
+                remedy="open_dataset(path, columns=[...]) with the fields that all files have, or "
+                "open the files as separate datasets",
+                path=path,
+            )
+
+
+def read_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """Return the features that Hugging Face datasets noted in a schema, by field name.
+
+    Example:
+        >>> read_features({b"huggingface": b'{"info": {"features": {"x": {"_type": "Image"}}}}'})
+        {'x': {'_type': 'Image'}}
+        >>> read_features(None)
+        {}
+    """
+    try:
+        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def choose_columns(names: Sequence[str], columns: Any, path: str) -> list[str]:
     """Return the fields to load: those asked for, in that order, or all.
 
@@ -258,33 +339,3 @@ def choose_columns(names: Sequence[str], columns: Any, path: str) -> list[str]:
             remedy=f"columns=[{names[0]!r}]" if names else None,
         )
     return chosen
-
-
-def check_schema(
-    fields: Mapping[str, Any], others: Mapping[str, Any], first: str, path: str, *, is_chosen: bool
-) -> None:
-    """Check that a file has the fields of the first file.
-
-    Args:
-        fields: Types of the fields of the first file, by name.
-        others: Types of the fields of this file.
-        is_chosen: Only some fields are loaded, so others may differ.
-
-    Raises:
-        BadStore: A field is missing, is new, or has another type.
-    """
-    where = f"{path}, compared with {first}"
-    remedy = "open_dataset(path, columns=[...]) with the fields that all files have, or open the "
-    remedy += "files as separate datasets"
-    for name, kind in fields.items():
-        other = others.get(name)
-        if other is None:
-            what = f"the schema changes between files: {path} has no field {name!r}"
-            raise BadStore(what, where=where, remedy=remedy, path=path)
-        if other != kind:
-            what = f"the schema changes between files: field {name!r} is {kind} in {first}, but "
-            raise BadStore(f"{what}{other} in {path}", where=where, remedy=remedy, path=path)
-    extra = [name for name in others if name not in fields]
-    if extra and not is_chosen:
-        what = f"the schema changes between files: {path} has the field {extra[0]!r}, {first} not"
-        raise BadStore(what, where=where, remedy=remedy, path=path)
