@@ -205,9 +205,9 @@ class BlockCache:
     Example:
         >>> cache = BlockCache(max_bytes=10)
         >>> for block in range(3):
-        ...     cache.put(block, bytes(4))
+        ...     cache.put(block, np.zeros(4, np.uint8))
         >>> cache.get(0), cache.get(2), len(cache)
-        (None, b'\\x00\\x00\\x00\\x00', 2)
+        (None, array([0, 0, 0, 0], dtype=uint8), 2)
     """
 
     draws_nothing = True
@@ -250,17 +250,17 @@ def count_bytes(content: Any) -> int:
     """Return the approximate size of a block in memory.
 
     Example:
-        >>> count_bytes({"x": np.zeros(4, np.int64), "y": b"abc"})
+        >>> count_bytes({"x": np.zeros(4, np.int64), "y": [np.zeros(3, np.uint8)]})
         35
     """
-    if isinstance(content, (bytes, bytearray)):
-        return len(content)
-    if isinstance(content, Mapping):
-        return sum(count_bytes(one) for one in content.values())
+    found = getattr(content, "nbytes", None)
+    if isinstance(found, int):
+        return found
     if isinstance(content, (list, tuple)):
         return sum(count_bytes(one) for one in content)
-    found = getattr(content, "nbytes", None)
-    return found if isinstance(found, int) else sys.getsizeof(content)
+    if isinstance(content, Mapping):
+        return sum(count_bytes(one) for one in content.values())
+    return sys.getsizeof(content)
 
 
 def resolve_index(index: Any, length: int) -> int:

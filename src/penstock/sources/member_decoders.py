@@ -17,7 +17,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +46,6 @@ IMAGES = frozenset(
     ]
 )
 PICKLES = frozenset(["pkl", "pickle", "pyd"])
-_MAX_HEADERS = 256
 
 
 def make_decoder(
@@ -124,30 +122,25 @@ _PICKLED: dict[str, MemberDecoder] = dict.fromkeys(PICKLES, pickle.loads)
 
 
 class _NpyDecoder:
-    """Decodes ``.npy`` content. Headers repeat, so each is parsed once."""
+    """Decodes ``.npy`` content. The header of most samples is that of the sample before."""
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
-        self._known: dict[bytes, tuple[np.dtype[Any], tuple[int, ...], str]] = {}
+        self._last: tuple[bytes, int, tuple[int, ...], np.dtype[Any], str] | None = None
 
     def __call__(self, data: memoryview) -> np.ndarray:
-        width = 2 if data[6] == 1 else 4
-        length = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
-        header = bytes(data[:length])
-        known = self._known.get(header)
-        if known is None:
-            return self._first(data, header)
-        dtype, shape, order = known
-        if len(data) - length != dtype.itemsize * math.prod(shape):
-            raise ValueError(f"{len(data) - length} bytes do not fill {dtype} of shape {shape}")
-        found = np.frombuffer(data, dtype, offset=length)
-        return found.reshape(shape, order=order).copy(order=order)  # type: ignore[call-overload, no-any-return]
-
-    def _first(self, data: memoryview, header: bytes) -> np.ndarray:
+        if self._last is not None:
+            header, num_bytes, shape, dtype, order = self._last
+            length = len(header)
+            if len(data) == num_bytes and bytes(data[:length]) == header:
+                found = np.ndarray(shape, dtype, data, length, order=order)  # type: ignore[call-overload]
+                return np.array(found, order="K")
         found = _load_numpy(data, self._allow_pickle)
-        order = "C" if found.flags.c_contiguous else "F"
-        if not found.dtype.hasobject and len(self._known) < _MAX_HEADERS:
-            self._known[header] = found.dtype, found.shape, order
+        length = len(data) - found.nbytes
+        if not found.dtype.hasobject and length > 0:
+            order = "C" if found.flags.c_contiguous else "F"
+            header = bytes(data[:length])
+            self._last = header, len(data), found.shape, found.dtype, order
         return np.asarray(found)
 
 

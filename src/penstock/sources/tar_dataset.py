@@ -9,14 +9,14 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.errors import BadArgument, BadImage, BadStore, Damaged, MissingExtra
-from penstock.sources.blocks import BlockReader
+from penstock.sources.blocks import NUM_MIXED, BlockReader
 from penstock.sources.member_decoders import (
     MemberDecoder,
     is_cropped_inside,
@@ -28,9 +28,11 @@ from penstock.sources.tar_headers import BLOCK
 from penstock.sources.tar_index import TarIndex, load_index, open_indexes
 
 KEY, URL = "__key__", "__url__"
-_NUM_TOUCHED = 64
+_NUM_TOUCHED = 2 * NUM_MIXED
 _WHOLE_FROM = 3
-"""A block is read whole when so many of its samples were wanted recently."""
+_WHOLE_SHARE = 16
+"""A block is read whole once 3 of its samples and a 16th of them were wanted, while no more than
+_NUM_TOUCHED other blocks were. A block order does so soon, and a random order seldom does."""
 
 
 class TarSpan(NamedTuple):
@@ -39,7 +41,7 @@ class TarSpan(NamedTuple):
     archive: int
     first: int
     start: int
-    data: bytes
+    data: memoryview
     first_fields: list[int]
     offsets: list[int]
     sizes: list[int]
@@ -49,6 +51,14 @@ class TarSpan(NamedTuple):
     @property
     def nbytes(self) -> int:
         return len(self.data) + 128 * len(self.offsets)
+
+
+class FieldStep(NamedTuple):
+    """How a field is decoded."""
+
+    name: str
+    decode: MemberDecoder
+    transform: Callable[[Any], Any] | None
 
 
 class TarDataset(BlockReader):
@@ -100,7 +110,8 @@ class TarDataset(BlockReader):
 
     def _prepare(self) -> None:
         """Make what does not travel to other processes."""
-        self._decoders: dict[str, tuple[MemberDecoder, Callable[[Any], Any] | None]] = {}
+        self._decoders: dict[str, MemberDecoder] = {}
+        self._steps: dict[int, list[FieldStep | None]] = {}
         self._touched: OrderedDict[int, int] = OrderedDict()
 
     def _choose_fields(
@@ -154,7 +165,8 @@ class TarDataset(BlockReader):
         state = super().__getstate__()
         # Indexes on disk are opened again. Those that could not be stored travel.
         kept = {n: one for n, one in self._indexes.items() if self._index_paths[n] is None}
-        return {**state, "_indexes": kept, "_decoders": {}, "_touched": OrderedDict()}
+        fresh: dict[str, Any] = {"_decoders": {}, "_steps": {}, "_touched": OrderedDict()}
+        return {**state, **fresh, "_indexes": kept}
 
     # -- samples ---------------------------------------------------------------------------------
 
@@ -193,7 +205,8 @@ class TarDataset(BlockReader):
         """Return True if the block should be read whole."""
         touched = self._touched
         num_rows += touched.pop(block, 0)
-        if num_rows >= _WHOLE_FROM:
+        num_samples = int(self._block_starts[block + 1] - self._block_starts[block])
+        if num_rows >= max(_WHOLE_FROM, num_samples // _WHOLE_SHARE):
             return True
         touched[block] = num_rows
         if len(touched) > _NUM_TOUCHED:
@@ -213,7 +226,7 @@ class TarDataset(BlockReader):
     def _read_span(self, archive: int, first: int, last: int) -> TarSpan:
         index = self._index(archive)
         start, end = index.extent(first, last)
-        data = self._files.read(archive, start, end - start)
+        data = memoryview(self._files.read(archive, start, end - start))
         first_fields = index.first_fields[first : last + 1].tolist()
         fields = slice(first_fields[0], first_fields[-1])
         return TarSpan(
@@ -229,20 +242,37 @@ class TarDataset(BlockReader):
         )
 
     def _sample(self, span: TarSpan, row: int) -> dict[str, Any]:
-        sample: dict[str, Any] = {}
-        index = self._index(span.archive)
+        values: dict[str, Any] = {}
         if self._columns is None:
-            sample[KEY] = index.key(span.first + row)
-            sample.update(self._values(span, row, index, None))
-            return sample
-        found = dict(self._values(span, row, index, self._columns))
+            values[KEY] = self._index(span.archive).key(span.first + row)
+        steps = self._steps.get(span.archive) or self._make_steps(span.archive)
+        data, start = span.data, span.start
+        for field in range(span.first_fields[row], span.first_fields[row + 1]):
+            step = steps[span.names[field]]
+            if step is None:
+                continue
+            place = span.offsets[field] - start
+            if zlib.crc32(data[place - BLOCK : place]) != span.checks[field]:
+                raise self._wrong_header(span, row, field)
+            try:
+                value = step.decode(data[place : place + span.sizes[field]])
+            except (MissingExtra, MemoryError):
+                raise
+            except Exception as error:
+                raise self._undecoded(span, row, field, error) from error
+            values[step.name] = value if step.transform is None else step.transform(value)
+        return values if self._columns is None else self._select(values, span, row)
+
+    def _select(self, values: dict[str, Any], span: TarSpan, row: int) -> dict[str, Any]:
+        """Return the chosen fields in their order."""
+        assert self._columns is not None
         for name in self._columns:
-            if name in found:
-                sample[name] = found[name]
-            elif name == KEY:
-                sample[name] = index.key(span.first + row)
+            if name in values:
+                continue
+            if name == KEY:
+                values[name] = self._index(span.archive).key(span.first + row)
             elif name == URL:
-                sample[name] = self._files.paths[span.archive]
+                values[name] = self._files.paths[span.archive]
             else:
                 raise Damaged(
                     f"sample {self._number(span, row)} has no field {name!r}",
@@ -250,58 +280,55 @@ class TarDataset(BlockReader):
                     likely="the samples do not all have the same fields.",
                     remedy="choose fields that all samples have, or bad_samples='skip'",
                 )
-        return sample
+        return {name: values[name] for name in self._columns}
 
-    def _values(
-        self, span: TarSpan, row: int, index: TarIndex, columns: Sequence[str] | None
-    ) -> Iterator[tuple[str, Any]]:
-        view = memoryview(span.data)
-        for field in range(span.first_fields[row], span.first_fields[row + 1]):
-            name = index.field_names[span.names[field]]
-            if columns is not None and name not in columns:
-                continue
-            place = span.offsets[field] - span.start
-            if zlib.crc32(view[place - BLOCK : place]) != span.checks[field]:
-                raise Damaged(
-                    f"the header of {name!r} of sample {self._number(span, row)} is not the one "
-                    "that was indexed",
-                    where=self._where(span, row, span.offsets[field]),
-                    likely="the archive or its index was changed or damaged.",
-                    remedy="delete the .penstock-index file and open the dataset again",
-                    path=self._files.paths[span.archive],
-                )
-            yield name, self._decode(span, row, field, name, view[place:][: span.sizes[field]])
+    def _make_steps(self, archive: int) -> list[FieldStep | None]:
+        """Return how each field of an archive is decoded. None: it is not loaded."""
+        names = self._index(archive).field_names
+        steps = [
+            self._make_step(name) if self._columns is None or name in self._columns else None
+            for name in names
+        ]
+        self._steps[archive] = steps
+        return steps
 
-    def _decode(self, span: TarSpan, row: int, field: int, name: str, data: memoryview) -> Any:
-        found = self._decoders.get(name)
-        if found is None:
-            found = self._decoders[name] = self._make_decoder(name)
-        decoder, transform = found
-        try:
-            value = decoder(data)
-        except (MissingExtra, MemoryError):
-            raise
-        except Exception as error:
-            where = self._where(span, row, span.offsets[field])
-            path = self._files.paths[span.archive]
-            if isinstance(error, BadImage):
-                raise BadImage(
-                    error.what, where=where, likely=error.likely, remedy=error.remedy, path=path
-                ) from None
-            raise Damaged(
-                f"field {name!r} of sample {self._number(span, row)} cannot be decoded: "
-                f"{type(error).__name__}: {error}",
-                where=where,
-                path=path,
-            ) from error
-        return value if transform is None else transform(value)
-
-    def _make_decoder(self, name: str) -> tuple[MemberDecoder, Callable[[Any], Any] | None]:
+    def _make_step(self, name: str) -> FieldStep:
         transform = self._transforms.get(name)
         if not self._is_decoded:
-            return bytes, transform
-        decoder = make_decoder(name, transform, allow_pickle=self._allow_pickle)
-        return decoder, None if is_cropped_inside(name, transform) else transform
+            return FieldStep(name, bytes, transform)
+        decoder = self._decoders.get(name)
+        if decoder is None:
+            decoder = make_decoder(name, transform, allow_pickle=self._allow_pickle)
+            self._decoders[name] = decoder
+        return FieldStep(name, decoder, None if is_cropped_inside(name, transform) else transform)
+
+    # -- errors ----------------------------------------------------------------------------------
+
+    def _wrong_header(self, span: TarSpan, row: int, field: int) -> Damaged:
+        name = self._index(span.archive).field_names[span.names[field]]
+        return Damaged(
+            f"the header of {name!r} of sample {self._number(span, row)} is not the one that was "
+            "indexed",
+            where=self._where(span, row, span.offsets[field]),
+            likely="the archive or its index was changed or damaged.",
+            remedy="delete the .penstock-index file and open the dataset again",
+            path=self._files.paths[span.archive],
+        )
+
+    def _undecoded(self, span: TarSpan, row: int, field: int, error: Exception) -> Exception:
+        name = self._index(span.archive).field_names[span.names[field]]
+        where = self._where(span, row, span.offsets[field])
+        path = self._files.paths[span.archive]
+        if isinstance(error, BadImage):
+            return BadImage(
+                error.what, where=where, likely=error.likely, remedy=error.remedy, path=path
+            )
+        return Damaged(
+            f"field {name!r} of sample {self._number(span, row)} cannot be decoded: "
+            f"{type(error).__name__}: {error}",
+            where=where,
+            path=path,
+        )
 
     def _number(self, span: TarSpan, row: int) -> int:
         return self._first_samples[span.archive] + span.first + row

@@ -80,9 +80,9 @@ def test_blocks_used_last_stay_in_memory() -> None:
 
 def test_a_block_larger_than_the_cache_is_still_read_once_for_a_batch() -> None:
     cache = BlockCache(max_bytes=1)
-    cache.put(0, bytes(100))
+    cache.put(0, np.zeros(100, np.uint8))
     assert cache.get(0) is not None
-    cache.put(1, bytes(100))
+    cache.put(1, np.zeros(100, np.uint8))
     assert cache.get(0) is None
     assert len(cache) == 1
 
