@@ -56,11 +56,10 @@ def _has_index(key: str) -> Callable[[str], bool]:
 def _has_classes(folder: str) -> bool:
     from penstock.sources.image_folder import EXTENSIONS
 
-    for inner in os.scandir(folder):
-        if inner.is_dir():
-            for _, _, names in os.walk(inner.path):
-                if any(name.lower().endswith(EXTENSIONS) for name in names):
-                    return True
+    for inner in sorted(os.listdir(folder)):  # of a file, walk yields nothing
+        for _, _, names in os.walk(os.path.join(folder, inner)):
+            if any(name.lower().endswith(EXTENSIONS) for name in names):
+                return True
     return False
 
 

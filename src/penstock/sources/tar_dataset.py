@@ -29,9 +29,9 @@ from penstock.sources.tar_index import TarIndex, load_index, open_indexes
 
 KEY, URL = "__key__", "__url__"
 _NUM_TOUCHED = 2 * NUM_MIXED
-_WHOLE_FROM = 3
-_WHOLE_SHARE = 16
-"""A block is read whole once 3 of its samples and a 16th of them were wanted, while no more than
+_WHOLE_FROM = 4
+_WHOLE_SHARE = 8
+"""A block is read whole once 4 of its samples and an 8th of them were wanted, while no more than
 _NUM_TOUCHED other blocks were. A block order does so soon, and a random order seldom does."""
 
 
