@@ -19,7 +19,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from penstock.errors import BadArgument
 from penstock.images.crops import Crop, open_image
 
 MemberDecoder = Callable[[memoryview], Any]
+_Layout = Literal["C", "F"]
 IMAGES = frozenset(
     [
         "jpg",
@@ -126,21 +127,21 @@ class _NpyDecoder:
 
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
-        self._last: tuple[bytes, int, tuple[int, ...], np.dtype[Any], str] | None = None
+        self._last: tuple[bytes, int, tuple[int, ...], np.dtype[Any], _Layout] | None = None
 
     def __call__(self, data: memoryview) -> np.ndarray:
         if self._last is not None:
-            header, num_bytes, shape, dtype, order = self._last
+            header, num_bytes, shape, dtype, layout = self._last
             length = len(header)
             if len(data) == num_bytes and bytes(data[:length]) == header:
-                found = np.ndarray(shape, dtype, data, length, order=order)  # type: ignore[call-overload]
+                found = np.ndarray(shape, dtype, data, length, order=layout)
                 return np.array(found, order="K")
         found = _load_numpy(data, self._allow_pickle)
         length = len(data) - found.nbytes
         if not found.dtype.hasobject and length > 0:
-            order = "C" if found.flags.c_contiguous else "F"
+            layout: _Layout = "C" if found.flags.c_contiguous else "F"
             header = bytes(data[:length])
-            self._last = header, len(data), found.shape, found.dtype, order
+            self._last = header, len(data), found.shape, found.dtype, layout
         return np.asarray(found)
 
 
