@@ -134,15 +134,17 @@ class _NpyDecoder:
             header, num_bytes, shape, dtype, layout = self._last
             length = len(header)
             if len(data) == num_bytes and bytes(data[:length]) == header:
-                found = np.ndarray(shape, dtype, data, length, order=layout)
-                return np.array(found, order="K")
-        found = _load_numpy(data, self._allow_pickle)
+                return np.array(np.ndarray(shape, dtype, data, length, order=layout), order="K")
+        found: np.ndarray = _load_numpy(data, self._allow_pickle)
+        self._remember(found, data)
+        return found
+
+    def _remember(self, found: np.ndarray, data: memoryview) -> None:
         length = len(data) - found.nbytes
         if not found.dtype.hasobject and length > 0:
             layout: _Layout = "C" if found.flags.c_contiguous else "F"
             header = bytes(data[:length])
             self._last = header, len(data), found.shape, found.dtype, layout
-        return np.asarray(found)
 
 
 class _NpzDecoder:

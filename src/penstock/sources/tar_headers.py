@@ -165,13 +165,9 @@ class _Scan:
 
     def _number(self, header: bytes, place: int) -> int:
         """Return the size in a header: octal, or binary if it does not fit."""
-        field = header[124:136]
-        if field[0] == 0x80:
-            return int.from_bytes(field[1:], "big")
-        try:
-            size = int(field.partition(b"\0")[0].strip() or b"0", 8)
-        except ValueError:
-            size = -1
+        if header[124] == 0x80:
+            return int.from_bytes(header[125:136], "big")
+        size = _octal(header[124:136])
         if size < 0:
             self._check_headers()
             self._damaged(place, "its size is not a number")
@@ -186,7 +182,7 @@ class _Scan:
 
     def _check_headers(self) -> None:
         headers = np.frombuffer(b"".join(self._unchecked), np.uint8).reshape(-1, BLOCK).copy()
-        stated = [_octal(header[148:156]) for header in self._unchecked]
+        stated = _octal_columns(headers[:, 148:156])
         headers[:, 148:156] = ord(" ")
         unsigned = headers.sum(axis=1, dtype=np.int64)
         signed = headers.view(np.int8).sum(axis=1, dtype=np.int64)  # as some old programs do
@@ -261,6 +257,16 @@ def _octal(field: bytes) -> int:
         return int(field.partition(b"\0")[0].strip() or b"0", 8)
     except ValueError:
         return -1
+
+
+def _octal_columns(fields: np.ndarray) -> np.ndarray:
+    """Return the numbers in rows of 8 bytes: 6 octal digits and a zero byte, or another form."""
+    digits = fields[:, :6].astype(np.int64) - ord("0")
+    found = digits @ (8 ** np.arange(5, -1, -1))
+    is_usual = ((digits >= 0) & (digits < 8)).all(axis=1) & (fields[:, 6] == 0)
+    for row in np.flatnonzero(~is_usual).tolist():
+        found[row] = _octal(fields[row].tobytes())
+    return np.asarray(found)
 
 
 def _padded(size: int) -> int:
