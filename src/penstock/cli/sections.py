@@ -69,11 +69,20 @@ def _memory(machine: Machine) -> str:
     return ", ".join(texts)
 
 
+def _threading(machine: Machine) -> str:
+    if machine.gil_enabled_by is not None:
+        return f" (free-threaded, GIL turned on by {machine.gil_enabled_by})"
+    return "" if machine.is_gil_enabled else " (free-threaded, GIL off)"
+
+
 def _software(machine: Machine) -> str:
     build = machine.torch_build
     if machine.torch_build_version:
         build += f" {machine.torch_build_version}"
-    texts = [machine.python, f"torch {machine.torch} ({build})" if machine.torch else "no torch"]
+    texts = [
+        machine.python + _threading(machine),
+        f"torch {machine.torch} ({build})" if machine.torch else "no torch",
+    ]
     if machine.numpy:
         texts.append(f"NumPy {machine.numpy}")
     return ", ".join(texts)

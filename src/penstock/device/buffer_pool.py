@@ -41,12 +41,12 @@ class BufferPool:
     def _take(self, num_bytes: int) -> np.ndarray:
         for _ in range(len(self._buffers)):
             try:
-                buffer = self._buffers.pop(0)  # now no other thread can take it
+                buffer, num_references = _pop(self._buffers)
             except IndexError:
                 break
             if buffer.nbytes != num_bytes:
                 continue  # the batch size has changed
-            is_free = sys.getrefcount(buffer) <= _UNSHARED_COUNT
+            is_free = num_references <= _UNSHARED_COUNT
             self._buffers.append(buffer)
             if is_free:
                 return buffer
@@ -59,10 +59,14 @@ class BufferPool:
         return {"_buffers": []}
 
 
-def _unshared_count() -> int:
-    """Return the reference count of an array that only one variable holds."""
-    buffer = np.empty(0, np.uint8)
-    return sys.getrefcount(buffer)
+def _pop(buffers: list[np.ndarray]) -> tuple[np.ndarray, int]:
+    """Remove the first buffer, so that no other thread can take it, and count its references.
+
+    The variable here is one of them, or not: it depends on the version of Python.
+    """
+    buffer = buffers.pop(0)
+    return buffer, sys.getrefcount(buffer)
 
 
-_UNSHARED_COUNT = _unshared_count()
+_UNSHARED_COUNT = _pop([np.empty(0, np.uint8)])[1]
+"""The count of a buffer to which nothing else refers."""

@@ -51,12 +51,14 @@ def quick_facts() -> Machine:
     """Return the facts that a loader's plan needs: all but GPUs and decoders, in microseconds.
 
     Starts no process and imports nothing, so it can be called in each epoch. Facts that can change
-    while a program runs (free memory, affinity, a GPU context) are read on each call.
+    while a program runs (free memory, affinity, the GIL, a GPU context) are read on each call.
     """
     _, available_bytes = _known(host.memory_bytes, (0, 0))
     return _kept_facts()._replace(
         available_bytes=available_bytes,
         num_affine_cpus=_known(host.num_affine_cpus, None),
+        is_gil_enabled=_known(host.is_gil_enabled, True),
+        gil_enabled_by=_known(software.gil_enabled_by, None),
         has_gpu_context=_known(software.has_gpu_context, False),
     )
 
@@ -84,6 +86,8 @@ def _basic_facts() -> Machine:
         is_frozen=host.is_frozen(),
         can_start_python=host.can_start_python(),
         has_proc=host.has_proc(),
+        is_gil_enabled=_known(host.is_gil_enabled, True),
+        gil_enabled_by=_known(software.gil_enabled_by, None),
         torch=torch.version,
         torch_build=torch.build,
         torch_build_version=torch.build_version,

@@ -39,6 +39,9 @@ class Machine(NamedTuple):
         shm_bytes: Size of ``/dev/shm``.
         max_fds: The limit on open file descriptors of this process. None also without a limit.
         has_proc: True if Linux has ``/proc``. Some chroots and sandboxes lack it.
+        is_gil_enabled: False in a free-threaded Python, as long as its GIL is off.
+        gil_enabled_by: The module that turned on the GIL of a free-threaded Python when it was
+            imported, or ``"an unknown module"``. None in other Pythons, and while the GIL is off.
         torch_build: ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ``"cpu"``, or ``"none"`` without
             torch. ``torch_build_version`` is the toolkit's version, such as ``"12.8"``.
         gpus: All GPUs that the drivers list, including those that ``CUDA_VISIBLE_DEVICES`` hides.
@@ -76,6 +79,8 @@ class Machine(NamedTuple):
     can_start_python: bool = True
     has_proc: bool = True
     python: str = ""
+    is_gil_enabled: bool = True
+    gil_enabled_by: str | None = None
     torch: str | None = None
     numpy: str | None = None
     torch_build: str = "none"

@@ -258,6 +258,17 @@ def can_start_python() -> bool:
     return bool(sys.executable) and not is_frozen()
 
 
+def is_gil_enabled() -> bool:
+    """Return True if a lock lets only one thread of this process run Python code at a time.
+
+    Example:
+        >>> isinstance(is_gil_enabled(), bool)
+        True
+    """
+    ask = getattr(sys, "_is_gil_enabled", None)  # since Python 3.13
+    return ask is None or bool(ask())
+
+
 def peak_kb() -> int:
     """Return the peak memory of this process in KiB, or 0 if unknown.
 

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.machine.host import is_gil_enabled
+
 _VARIABLES = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",
@@ -33,6 +35,10 @@ _VARIABLES = frozenset(
     }
 )
 _PREFIXES = ("MIOPEN_", "PYTORCH_")
+UNKNOWN_MODULE = "an unknown module"
+_GIL_WARNING = re.compile(
+    r"The global interpreter lock \(GIL\) has been enabled to load module '([^']+)'"
+)
 
 
 class TorchBuild(NamedTuple):
@@ -155,3 +161,25 @@ def start_method() -> tuple[str, bool]:
     if settled is not None:
         return settled, True
     return multiprocessing.get_all_start_methods()[0], False  # documented: the default is first
+
+
+def gil_enabled_by() -> str | None:
+    """Return the module that turned on the GIL of a free-threaded Python.
+
+    Python turns it on when it imports an extension module that does not declare support for free
+    threads, and warns once. The text of that warning, which names the module, stays in the registry
+    of the import system. Returns None while the GIL is off, and in a Python that always has it.
+
+    Example:
+        >>> gil_enabled_by() is None or is_gil_enabled()
+        True
+    """
+    if "free-threading" not in sys.version or not is_gil_enabled():
+        return None
+    for importer in ("_frozen_importlib", "_frozen_importlib_external"):
+        shown = getattr(sys.modules.get(importer), "__warningregistry__", {})
+        for key in list(shown):
+            found = _GIL_WARNING.match(str(key[0])) if isinstance(key, tuple) else None
+            if found is not None:
+                return found[1]
+    return UNKNOWN_MODULE  # warnings were off

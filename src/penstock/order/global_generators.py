@@ -1,4 +1,4 @@
-"""Python's and NumPy's global generators: fast access to their state, and counting of state reads.
+"""Python's and NumPy's global generators: fast access to their state, and detection of state reads.
 
 Both are Mersenne Twisters with 624 words and an index. NumPy publishes the address of its state.
 Python's state follows the object header, and is compared word for word with ``getstate`` before the
@@ -6,7 +6,7 @@ address is used. Comparing states in memory takes 0.2 microseconds. If the compa
 public functions are used instead, which is slower.
 
 Code that reads a state without drawing (``random.getstate``, ``torch.initial_seed``) does not
-change the memory. :func:`counting_state_reads` replaces these functions with counting versions.
+change the memory. :func:`watching_state_reads` replaces these functions with watched versions.
 
 Used by the loading code: workers, threads, or the training process.
 """
@@ -100,7 +100,7 @@ class NumpyGenerator:
         ]
 
     def cached_normal(self) -> Any:
-        """Return the cached normal variate, or None, without counting a read of the state."""
+        """Return the cached normal variate, or None, without marking a read of the state."""
         state: Any = np.random.mtrand._rand.get_state(legacy=False)
         return state["gauss"] if state["has_gauss"] else None
 
@@ -114,7 +114,7 @@ class NumpyGenerator:
         if values is not None and values == self._values_without_normal:
             # Nothing was drawn since the last check for a cached variate, so a copy is enough.
             return _copy_state(self._address, into), values
-        state: Any = np.random.mtrand._rand.get_state(legacy=False)  # uncounted
+        state: Any = np.random.mtrand._rand.get_state(legacy=False)  # not marked as a read
         if state["has_gauss"]:
             np.random.set_state({**state, "has_gauss": 0})
         return state, values
@@ -239,26 +239,30 @@ def preserved_generators() -> Iterator[None]:
 
 
 class StateReads:
-    """Counts how often a state was read: Python's or NumPy's, and torch's."""
+    """Shows whether a state was read: Python's or NumPy's (``of_globals``), and torch's.
+
+    Each read stores a new object, so two values are equal only if nothing was read in between. Two
+    threads that count in the same variable could lose a read.
+    """
 
     def __init__(self) -> None:
-        self.of_globals = self.of_torch = 0
+        self.of_globals = self.of_torch = object()
         self.num_users = 0
         self._lock = threading.Lock()
         self._readers: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """Namespace and name of each function that reads a state, the function, and the counting
+        """Namespace and name of each function that reads a state, the function, and the watched
         version of it. Kept, because each batch without workers replaces and restores them."""
 
     def start(self) -> None:
-        """Start counting reads. Pairs with :meth:`stop`; several users can count at a time."""
+        """Start watching reads. Pairs with :meth:`stop`; several users can watch at a time."""
         with self._lock:
             self.num_users += 1
             if self.num_users > 1:
                 return
             if not self._readers or self._are_replaced():
                 self._readers = [_find_reader(*reader) for reader in _READERS]
-            for namespace, name, _, counted in self._readers:
-                namespace[name] = counted
+            for namespace, name, _, watched in self._readers:
+                namespace[name] = watched
 
     def _are_replaced(self) -> bool:
         """Return True if the user has replaced a function since the functions were found."""
@@ -288,8 +292,8 @@ _READERS = (
 
 
 @contextmanager
-def counting_state_reads() -> Iterator[None]:
-    """Count calls that read a generator's state (such as ``random.getstate``) in the block."""
+def watching_state_reads() -> Iterator[None]:
+    """Watch for calls that read a generator's state (such as ``random.getstate``) in the block."""
     state_reads.start()
     try:
         yield
@@ -297,16 +301,16 @@ def counting_state_reads() -> Iterator[None]:
         state_reads.stop()
 
 
-def _find_reader(module_name: str, name: str, counter: str) -> tuple[dict[str, Any], str, Any, Any]:
+def _find_reader(module_name: str, name: str, mark: str) -> tuple[dict[str, Any], str, Any, Any]:
     namespace = vars(sys.modules[module_name])
     original = namespace[name]
-    return namespace, name, original, _counted(original, counter)
+    return namespace, name, original, _watched(original, mark)
 
 
-def _counted(original: Callable[..., Any], counter: str) -> Callable[..., Any]:
+def _watched(original: Callable[..., Any], mark: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def read(*args: Any, **keywords: Any) -> Any:
-        setattr(state_reads, counter, getattr(state_reads, counter) + 1)
+        setattr(state_reads, mark, object())
         return original(*args, **keywords)
 
     return read

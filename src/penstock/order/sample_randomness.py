@@ -49,13 +49,13 @@ from penstock.order.dataset_generators import (
 )
 from penstock.order.global_generators import (
     StateBuffer,
-    counting_state_reads,
     numpy_generator,
     preserved_generators,
     python_generator,
     restore_generators,
     save_generators,
     state_reads,
+    watching_state_reads,
 )
 from penstock.order.keys import (
     COLLATE_STREAM,
@@ -129,7 +129,7 @@ class SampleRandomness:
         notes, warnings: For the user; see :meth:`take_messages`.
 
     Called by the loading code (workers, threads, or the training process), one sample at a time in
-    that process or thread. :func:`counting_state_reads` should be active during these calls.
+    that process or thread. :func:`watching_state_reads` should be active during these calls.
 
     Example:
         >>> import random
@@ -407,7 +407,7 @@ class SampleRandomness:
 
         Called in the training process, whose generators are in use.
         """
-        with self.preserved_own(), preserved_generators(), counting_state_reads():
+        with self.preserved_own(), preserved_generators(), watching_state_reads():
             yield
 
     @contextmanager

@@ -14,7 +14,7 @@ from penstock.machine.facts import Machine
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice, Plan, Source
 from penstock.planning.quantities import count, size
-from penstock.planning.worker_count import choose_num_workers, memory_ceiling
+from penstock.planning.worker_count import THREAD, choose_num_workers, memory_ceiling
 
 AUTO_PREFETCH = "2 to 16"
 
@@ -98,8 +98,9 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
         spawn (rule: win32 has no safe fork)
     """
     method = choose_start_method(machine, request)
-    workers = choose_num_workers(machine, request, work, method.value)
-    pool = choose_pool(machine, request, workers.value)
+    uses_threads = choose_pool(machine, request, work, 1).value == "thread"
+    workers = choose_num_workers(machine, request, work, THREAD if uses_threads else method.value)
+    pool = choose_pool(machine, request, work, workers.value)
     if pool.value == "thread" and work.is_iterable and workers.value > 1:
         workers = Choice(1, "threads cannot divide an iterable dataset", "rule")
     if pool.value != "process":
@@ -118,7 +119,9 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     return plan._replace(warnings=tuple(_warnings(plan, machine, request)))
 
 
-def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> Choice:
+def choose_pool(
+    machine: Machine, request: LoaderRequest, work: Workload, num_workers: int
+) -> Choice:
     """Choose processes, threads, or no workers."""
     if request.pool == "inline":
         return Choice("inline", "pool='inline' was given", "asked")
@@ -129,7 +132,27 @@ def choose_pool(machine: Machine, request: LoaderRequest, num_workers: int) -> C
     if not machine.can_start_python:
         what = "a frozen application" if machine.is_frozen else "this interpreter"
         return Choice("thread", f"{what} cannot start Python worker processes", "rule")
-    return Choice("process", "user code may hold the GIL", "rule")
+    if machine.gil_enabled_by is not None:
+        return Choice("process", f"{machine.gil_enabled_by} turned the GIL on", "rule")
+    if machine.is_gil_enabled:
+        return Choice("process", "user code may hold the GIL", "rule")
+    reason = _why_processes(request, work)
+    if reason is not None:
+        return Choice("process", reason, "rule")
+    return Choice("thread", "the GIL is off: threads run in parallel, with one dataset", "rule")
+
+
+def _why_processes(request: LoaderRequest, work: Workload) -> str | None:
+    """Return the reason for processes in a Python without the GIL, or None."""
+    if request.start_method is not None:
+        return f"multiprocessing_context={request.start_method!r} was given"
+    if request.has_sample_limit:
+        return "sample_timeout_s was given, and a thread cannot be ended"
+    if request.has_init_fn:
+        return "worker_init_fn sets up each worker, and threads share one dataset"
+    if work.is_iterable:
+        return "threads cannot divide an iterable dataset"
+    return None
 
 
 def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:

@@ -56,6 +56,7 @@ def find_problems(
         _check_files,
         _check_shm,
         _check_frozen,
+        _check_gil,
         _check_pillow,
     )
     found = [problem for check in checks for problem in check(machine, plan)]
@@ -277,6 +278,18 @@ def _check_frozen(machine: Machine, plan: Plan) -> Iterable[Problem]:
             what=f"{what} cannot start Python worker processes",
             why="workers are threads, and code that holds the GIL does not get faster",
             cure="DataLoader(..., pool='thread')",
+        )
+
+
+def _check_gil(machine: Machine, plan: Plan) -> Iterable[Problem]:
+    if machine.gil_enabled_by is not None:
+        yield Problem(
+            code="gil-enabled",
+            severity="slow",
+            what=f"{machine.gil_enabled_by} turned the GIL of this free-threaded Python on",
+            why="threads no longer run in parallel, so workers are processes; newer versions of "
+            "the module may support free threads",
+            cure="python -X gil=0 train.py  # if you know that the module is thread-safe",
         )
 
 

@@ -25,7 +25,9 @@ HANDOVER_S = 250e-6
 """Time of the parent for one batch, and the combined overhead of parent and worker for one batch.
 Estimated from the rates of tiny batches (3,000 to 5,000 a second, 2 workers), not measured
 separately."""
-START_S = {"forkserver": 0.06, "fork": 0.06, "spawn": 3.0}
+THREAD = "thread"
+"""Stands for a start method where workers are threads."""
+START_S = {"forkserver": 0.06, "fork": 0.06, "spawn": 3.0, THREAD: 0.001}
 """Time to start one worker per core. More workers than cores take longer. Until 2, 8 and 16 workers
 had each delivered a batch, a warm fork server took 0.05, 0.2 and 0.26 s, and spawning took 1.8, 7
 and 14 s (2 cores, load 4)."""
@@ -39,7 +41,7 @@ GPU_BOUND_SHARE = 0.05
 """If loading takes less than this fraction of a step, no worker is used."""
 MAX_WAITING_WORKERS = 32
 PER_CORE = 8
-WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20}
+WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20, THREAD: 1 << 20}
 """Private memory of a worker. Idle workers measured 10 and 146 MiB. The rest is a margin for the
 user's libraries."""
 WINDOWS_CUDA_WORKER_BYTES = 2560 << 20
@@ -65,7 +67,7 @@ def choose_num_workers(
     """Choose the number of workers.
 
     Args:
-        method: The start method: ``"forkserver"``, ``"spawn"`` or ``"fork"``.
+        method: The start method: ``"forkserver"``, ``"spawn"`` or ``"fork"``; or :data:`THREAD`.
 
     Example:
         >>> laptop = Machine(os="linux", num_cpus=4, available_bytes=8 << 30)
@@ -231,7 +233,7 @@ def memory_ceiling(
         return None
     each = WORKER_BYTES[method]
     why = f"each worker needs {size(each)}"
-    if machine.os == "win32" and machine.torch_build == "cuda":
+    if machine.os == "win32" and machine.torch_build == "cuda" and method != THREAD:
         each = WINDOWS_CUDA_WORKER_BYTES
         why = f"each worker commits about {size(each)} for CUDA's libraries on Windows"
     if work.sample_bytes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from penstock.errors import BadArgument, BadStore, CannotPack
@@ -150,7 +151,10 @@ def _load(path: str, name: str) -> tuple[dict[str, Any], str]:
     if "mmap" in torch.load.__code__.co_varnames:  # from torch 2.1 on
         keywords["mmap"] = True
     try:
-        found = torch.load(path, **keywords)
+        with warnings.catch_warnings():
+            # From torch 2.14 on. A sparse tensor is refused anyway, with a reason.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+            found = torch.load(path, **keywords)
     except OSError as error:
         raise BadStore(f"{path} cannot be opened: {error.strerror or error}", path=path) from None
     except Exception:

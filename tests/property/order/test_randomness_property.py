@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.order.global_generators import counting_state_reads, preserved_generators
+from penstock.order.global_generators import preserved_generators, watching_state_reads
 from penstock.order.sample_randomness import SampleRandomness
 from support.datasets import assert_same
 
@@ -51,7 +51,7 @@ WALKS = st.lists(
 def test_any_walk_over_positions_draws_what_each_alone_would_draw(
     seed: int, epoch: int, num_silent: int, walk: list[tuple[str, int]], noise: list[Any]
 ) -> None:
-    with preserved_generators(), counting_state_reads():
+    with preserved_generators(), watching_state_reads():
         walker = SampleRandomness(seed)
         walker.begin(epoch)
         for position in range(num_silent):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.machine import host, vendor_tools
-from penstock.machine.host import can_start_python, cpu_model, usable_cores
+from penstock.machine.host import can_start_python, cpu_model, is_gil_enabled, usable_cores
 
 pytestmark = pytest.mark.legacy
 
@@ -108,6 +108,14 @@ def test_a_frozen_application_cannot_start_pythons(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     monkeypatch.setattr(sys, "executable", "")
     assert not can_start_python()
+
+
+def test_the_gil_is_on_unless_python_says_that_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "_is_gil_enabled", raising=False)
+    assert is_gil_enabled()
+    for is_on in (True, False):
+        monkeypatch.setattr(sys, "_is_gil_enabled", lambda is_on=is_on: is_on, raising=False)
+        assert is_gil_enabled() == is_on
 
 
 X86 = """processor\t: 0

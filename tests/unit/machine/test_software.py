@@ -16,6 +16,7 @@ from penstock.machine import software
 from penstock.machine.software import (
     TorchBuild,
     environment,
+    gil_enabled_by,
     has_gpu_context,
     is_notebook,
     numpy_version,
@@ -163,3 +164,35 @@ def test_the_environment_holds_what_matters_and_no_secrets() -> None:
 
 def test_the_start_method_is_one_that_exists() -> None:
     assert start_method()[0] in multiprocessing.get_all_start_methods()
+
+
+GIL_WARNING = (
+    "The global interpreter lock (GIL) has been enabled to load module 'cv2.cv2', which has not "
+    "declared that it can run safely without the GIL. To override this behavior and keep the GIL "
+    "disabled (at your own risk), run with PYTHON_GIL=0 or -Xgil=0."
+)
+
+
+def free_threaded(monkeypatch: pytest.MonkeyPatch, *, is_on: bool, shown: dict[Any, Any]) -> None:
+    """Make this Python look like a free-threaded one, with these warnings shown on import."""
+    monkeypatch.setattr(sys, "version", "3.14.0 free-threading build (main)")
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: is_on, raising=False)
+    importer = sys.modules["_frozen_importlib"]
+    monkeypatch.setattr(importer, "__warningregistry__", shown, raising=False)
+
+
+def test_the_module_that_turned_the_gil_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {"version": 1, ("something else", UserWarning, 3): True}
+    named = {**shown, (GIL_WARNING, RuntimeWarning, 491): True}
+    free_threaded(monkeypatch, is_on=True, shown=named)
+    assert gil_enabled_by() == "cv2.cv2"
+    free_threaded(monkeypatch, is_on=True, shown=shown)  # the warning was filtered out
+    assert gil_enabled_by() == "an unknown module"
+    free_threaded(monkeypatch, is_on=False, shown=named)  # kept off by -X gil=0
+    assert gil_enabled_by() is None
+
+
+def test_no_module_turns_on_a_gil_that_is_always_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_threaded(monkeypatch, is_on=True, shown={(GIL_WARNING, RuntimeWarning, 491): True})
+    monkeypatch.setattr(sys, "version", "3.14.0 (main)")
+    assert gil_enabled_by() is None

@@ -1,8 +1,10 @@
-"""The global generators: their state in memory, restoring it, and counting reads."""
+"""The global generators: their state in memory, restoring it, and detecting reads."""
 
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,11 @@ import torch
 
 from penstock.order import global_generators as generators
 from penstock.order.global_generators import (
-    counting_state_reads,
     numpy_generator,
     preserved_generators,
     python_generator,
     state_reads,
+    watching_state_reads,
 )
 from support.datasets import assert_same, differences
 
@@ -28,7 +30,7 @@ def states() -> Any:
 
 def test_the_functions_that_were_watched_are_the_originals_again() -> None:
     originals = random.getstate, np.random.get_state
-    with counting_state_reads():
+    with watching_state_reads():
         assert random.getstate is not originals[0]
     assert (random.getstate, np.random.get_state) == originals
 
@@ -71,29 +73,68 @@ def test_preserved_generators_come_back_also_after_an_exception() -> None:
     assert_same(states(), before)
 
 
-def test_reads_of_a_state_are_counted_while_somebody_counts() -> None:
-    random.getstate()
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        (random, "getstate", (True, False)),
+        (np.random, "get_state", (True, False)),
+        (torch, "initial_seed", (False, True)),
+        (torch.random, "get_rng_state", (False, True)),
+        (random, "getrandbits", (False, False)),  # control: it draws, and does not read
+    ],
+)
+def test_a_read_of_a_state_is_seen_while_somebody_watches(
+    module: Any, name: str, expected: tuple[bool, bool]
+) -> None:
+    def read() -> None:
+        getattr(module, name)(*([8] if name == "getrandbits" else []))
+
     before = state_reads.of_globals, state_reads.of_torch
-    with counting_state_reads(), counting_state_reads():
-        random.getstate()
-        np.random.get_state()
-        torch.initial_seed()
-    random.getstate()
-    assert (state_reads.of_globals, state_reads.of_torch) == (before[0] + 2, before[1] + 1)
+    read()
+    assert (state_reads.of_globals, state_reads.of_torch) == before  # control: not watched
+    with watching_state_reads(), watching_state_reads():
+        read()
+    seen = state_reads.of_globals != before[0], state_reads.of_torch != before[1]
+    assert seen == expected
 
 
-def test_a_function_that_the_user_replaced_is_counted_and_kept(
+def test_a_thread_sees_its_own_read_whatever_other_threads_read_meanwhile() -> None:
+    num_missed = []
+
+    def read_often() -> None:
+        missed = 0
+        for _ in range(500):
+            before = state_reads.of_globals
+            random.getstate()
+            missed += state_reads.of_globals == before
+        num_missed.append(missed)
+
+    threads = [threading.Thread(target=read_often) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with watching_state_reads():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert num_missed == [0, 0, 0, 0]
+
+
+def test_a_function_that_the_user_replaced_is_watched_and_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def own() -> str:
         return "mine"
 
-    with counting_state_reads():
+    with watching_state_reads():
         pass  # the functions are found now
     monkeypatch.setattr(random, "getstate", own)
     before = state_reads.of_globals
-    with counting_state_reads():
+    with watching_state_reads():
         assert random.getstate is not own  # control: it is replaced meanwhile
         assert random.getstate() == "mine"  # type: ignore[comparison-overlap]
-    assert state_reads.of_globals == before + 1
+    assert state_reads.of_globals != before
     assert random.getstate is own

@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock import rng
-from penstock.order.global_generators import counting_state_reads, preserved_generators
+from penstock.order.global_generators import preserved_generators, watching_state_reads
 from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, UnexpectedDraw
 
 pytestmark = pytest.mark.legacy
@@ -39,7 +39,7 @@ def fresh(position: int, function: Any = ask, *, seed: int = 7, epoch: int = 0) 
 
 def observed(*, num_samples: int = NUM_OBSERVED, function: Any = silent) -> SampleRandomness:
     randomness = SampleRandomness(7)
-    with counting_state_reads():
+    with watching_state_reads():
         for position in range(num_samples):
             randomness.call(function, 0, position)
     return randomness
@@ -73,7 +73,7 @@ def test_half_of_a_word_left_over_does_not_reach_the_next_sample() -> None:
 def test_a_dataset_that_only_asks_is_unseeded_and_its_samples_are_told_apart() -> None:
     randomness = observed(function=ask)
     assert randomness.is_unseeded  # the global generators have not moved
-    with counting_state_reads():
+    with watching_state_reads():
         found = randomness.call_many(lambda _: ask(), range(8), 100)
     assert found == [fresh(100 + place) for place in range(8)]
     assert randomness.is_unseeded
@@ -96,19 +96,19 @@ def test_the_first_to_ask_in_an_unseeded_run_gets_the_run_loaded_again() -> None
         calls.append(index)
         return ask() if index == 5 else 0.0
 
-    with counting_state_reads():
+    with watching_state_reads():
         found = randomness.call_many(late, range(8), 100)
     assert found == [*[0.0] * 5, fresh(105), 0.0, 0.0]
     assert calls == [*range(8), *range(8)]
     assert randomness.is_unseeded  # samples are distinguished from here on
-    with counting_state_reads():  # the next run is correct immediately
+    with watching_state_reads():  # the next run is correct immediately
         assert randomness.call_many(late, range(8), 200)[5] == fresh(205)
     assert len(calls) == 24
 
 
 def test_a_run_that_is_begun_and_ended_by_hand_says_so() -> None:
     randomness = observed()
-    with counting_state_reads():
+    with watching_state_reads():
         randomness.begin_unseeded()
         ask()
         with pytest.raises(UnexpectedDraw):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.order import global_generators as generators
-from penstock.order.global_generators import counting_state_reads, preserved_generators
+from penstock.order.global_generators import preserved_generators, watching_state_reads
 from penstock.order.sample_randomness import NUM_OBSERVED, SampleRandomness, seed_worker
 from support.datasets import assert_same, differences
 
@@ -53,7 +53,7 @@ def fresh(position: int, *, seed: int = 7, epoch: int = 2, function: Any = draw)
 def observed() -> SampleRandomness:
     """Return a SampleRandomness that has observed enough samples without draws."""
     randomness = make()
-    with counting_state_reads():
+    with watching_state_reads():
         for position in range(NUM_OBSERVED + 1):
             randomness.call(silent, 0, position)
     assert randomness.is_torch_only
@@ -72,7 +72,7 @@ POSITIONS = [0, 1, 2, 15, 16, 17, 63, 64, 1000, 10**6, 2**40]
 def test_the_order_of_positions_does_not_matter(order: list[int], prepare: Any) -> None:
     randomness = prepare()
     for position in order:
-        with counting_state_reads():
+        with watching_state_reads():
             randomness.snapshot()
             assert_same(randomness.call(draw, 0, position), fresh(position))
 
@@ -165,7 +165,7 @@ def count_calls(function: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], l
 
 
 def call_counted(randomness: SampleRandomness, function: Any, position: int) -> Any:
-    with counting_state_reads():
+    with watching_state_reads():
         randomness.snapshot()
         return randomness.call(function, 0, position)
 
@@ -268,7 +268,7 @@ def test_the_first_run_ends_unseeded_where_nothing_draws() -> None:
 def run_counted(
     randomness: SampleRandomness, function: Any, indices: Any, position: int
 ) -> list[Any]:
-    with counting_state_reads():
+    with watching_state_reads():
         return randomness.call_many(function, indices, position)
 
 
@@ -326,7 +326,7 @@ def test_an_exception_in_an_unseeded_run_is_raised_after_one_call_of_each_sample
 
 def test_a_dataset_that_draws_from_torch_is_torch_only_and_never_unseeded() -> None:
     randomness = make()
-    with counting_state_reads():
+    with watching_state_reads():
         for position in range(2 * NUM_OBSERVED):
             randomness.call(lambda _: torch.rand(1), 0, position)
     assert randomness.is_torch_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,49 @@ def test_the_pool_follows_the_number_of_workers_and_the_machine() -> None:
     for asked in ("process", "thread", "inline"):
         choice = pool(box(), num_workers=4, pool=asked)
         assert (choice.value, choice.source) == (asked, "asked")
+
+
+def test_without_the_gil_workers_are_threads() -> None:
+    free = box(is_gil_enabled=False)
+    plan = make_plan(free, LoaderRequest(num_workers=2), Workload())
+    assert (plan.pool.value, plan.start_method.value) == ("thread", None)
+    assert plan.pool.reason.startswith("the GIL is off")
+    asked = make_plan(free, LoaderRequest(num_workers=2, pool="process"), Workload())
+    assert asked.pool.value == "process"
+    assert make_plan(box(), LoaderRequest(num_workers=2), Workload()).pool.value == "process"
+
+
+def test_a_gil_that_was_turned_on_again_is_a_reason_for_processes() -> None:
+    machine = box(gil_enabled_by="cv2")
+    pool = make_plan(machine, LoaderRequest(num_workers=2), Workload()).pool
+    assert (pool.value, pool.reason) == ("process", "cv2 turned the GIL on")
+
+
+@pytest.mark.parametrize(
+    ("options", "work", "reason"),
+    [
+        ({"start_method": "spawn"}, {}, "multiprocessing_context='spawn' was given"),
+        ({"has_sample_limit": True}, {}, "sample_timeout_s"),
+        ({"has_init_fn": True}, {}, "worker_init_fn"),
+        ({}, {"is_iterable": True}, "iterable"),
+    ],
+)
+def test_without_the_gil_processes_are_used_for_what_threads_cannot_do(
+    options: dict[str, Any], work: dict[str, Any], reason: str
+) -> None:
+    request = LoaderRequest(num_workers=2, **options)
+    pool = make_plan(box(is_gil_enabled=False), request, Workload(**work)).pool
+    assert pool.value == "process"
+    assert reason in pool.reason
+
+
+def test_threads_start_at_once_and_need_no_memory_of_their_own() -> None:
+    work = Workload(sample_s=0.01, busy_share=1.0, num_samples=300)
+    facts = {"os": "win32", "torch_build": "cuda", "available_bytes": GIB}
+    free, usual = box(**facts, is_gil_enabled=False), box(**facts)
+    request = LoaderRequest(batch_size=8)
+    assert make_plan(free, request, work).num_workers.value == 4
+    assert make_plan(usual, request, work).num_workers.value == 0  # control: spawning costs more
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def test_a_healthy_machine_has_no_problem(machine: Machine) -> None:
         ("gpu-driver", "harm", "reboot", {"gpu_trouble": "nvidia-smi did not answer in 2 s"}),
         ("windows-commit", "note", "page file", {"os": "win32", "shm_bytes": None}),
         ("frozen", "note", "thread", {"is_frozen": True, "can_start_python": False}),
+        ("gil-enabled", "slow", "-X gil=0", {"gil_enabled_by": "cv2"}),
     ],
 )
 def test_a_problem_is_found_with_the_line_that_cures_it(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.order.global_generators import counting_state_reads, preserved_generators
+from penstock.order.global_generators import preserved_generators, watching_state_reads
 
 
 class GeneratorLock:
@@ -33,7 +33,7 @@ class GeneratorLock:
             self._changed.wait_for(lambda: not self._is_exclusive and not self._num_shared)
             self._is_exclusive = True
         try:
-            with preserved_generators(), counting_state_reads():
+            with preserved_generators(), watching_state_reads():
                 yield
         finally:
             with self._changed:
@@ -47,7 +47,7 @@ class GeneratorLock:
             self._changed.wait_for(lambda: not self._is_exclusive)
             self._num_shared += 1
         try:
-            with counting_state_reads():
+            with watching_state_reads():
                 yield
         finally:
             with self._changed:

@@ -35,7 +35,7 @@ from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
 from penstock.engine.pickling.reloads import count_all_reloads
 from penstock.errors import StartFailed
 from penstock.importing import importing
-from penstock.machine.host import can_start_python, has_proc
+from penstock.machine.host import can_start_python, has_proc, is_gil_enabled
 
 if TYPE_CHECKING:
     from penstock.engine.memory.messages import WorkerAssignment
@@ -397,9 +397,11 @@ def current_fork_server() -> ForkServer:
 def is_needed(pool: str, start_method: str | None) -> bool:
     """Return True if the plan of a loader with workers and these options uses the fork server.
 
-    Takes microseconds. Making the plan, which finds the same, imports ten modules.
+    Takes microseconds. Making the plan, which finds the same, imports ten modules. Without the GIL,
+    the plan may find more reasons.
     """
-    uses_processes = pool == "process" or (pool == "auto" and can_start_python())
+    is_default = can_start_python() and (is_gil_enabled() or start_method is not None)
+    uses_processes = pool == "process" or (pool == "auto" and is_default)
     can_fork = sys.platform == "linux" and has_proc()
     return uses_processes and can_fork and start_method in (None, "forkserver")
 

@@ -100,10 +100,10 @@ def keep_opencv_single() -> None:
 
 def serve(worker: Any) -> None:
     """Run a worker until the parent exits or closes the connection."""
-    from penstock.order.global_generators import counting_state_reads
+    from penstock.order.global_generators import watching_state_reads
 
     try:
-        with counting_state_reads():
+        with watching_state_reads():
             worker.run()
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         pass

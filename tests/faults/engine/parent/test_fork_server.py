@@ -37,16 +37,24 @@ pytestmark = pytest.mark.fault
 @pytest.mark.parametrize("start_method", [None, "forkserver", "spawn", "fork"])
 @pytest.mark.parametrize("has_proc", [True, False])
 @pytest.mark.parametrize("can_start_python", [True, False])
+@pytest.mark.parametrize("has_gil", [True, False])
 def test_it_is_started_early_exactly_if_the_plan_uses_it(
     monkeypatch: pytest.MonkeyPatch,
     pool: str,
     start_method: str | None,
     has_proc: bool,
     can_start_python: bool,
+    has_gil: bool,
 ) -> None:
     monkeypatch.setattr(fork_servers, "has_proc", lambda: has_proc)
+    monkeypatch.setattr(fork_servers, "is_gil_enabled", lambda: has_gil)
     monkeypatch.setattr(fork_servers, "can_start_python", lambda: can_start_python)
-    facts = Machine(os=sys.platform, has_proc=has_proc, can_start_python=can_start_python)
+    facts = Machine(
+        os=sys.platform,
+        has_proc=has_proc,
+        can_start_python=can_start_python,
+        is_gil_enabled=has_gil,
+    )
     request = LoaderRequest(num_workers=2, pool=pool, start_method=start_method)
     plan = make_plan(facts, request, Workload())
     assert fork_servers.is_needed(pool, start_method) == (plan.start_method.value == "forkserver")
