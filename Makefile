@@ -17,12 +17,13 @@ OTHERS = $(addprefix tests/,compat gpu property)
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
 	env-core env-vision env-legacy test-core test-vision test-legacy \
-	test-integration test-faults test-repo test-others test-unit test-windows
+	test-integration test-faults test-repo test-others test-unit test-python314 test-windows
 
 help:
 	@echo 'make demo    train a small model through the loader'
 	@echo 'make test    all test legs without slow tests: core, vision, legacy (one: make test-core)'
 	@echo 'make test-all  every leg there is, with the slow tests'
+	@echo 'make test-python314  tests that depend on the version of Python, with Python 3.14'
 	@echo 'make test-windows  tests with Windows Python under Wine (needs root and a Debian apt)'
 	@echo 'make check   format, lint, types, layers, spelling'
 	@echo 'make format  rewrite the sources the way make check wants them'
@@ -72,7 +73,7 @@ coverage: env-core
 clean:
 	@if grep -qs ' $(CURDIR)/build' /proc/mounts; then \
 		echo 'clean: something is mounted under build; unmount it first' >&2; exit 1; fi
-	rm -rf .venv .venv-vision .venv-legacy build dist
+	rm -rf .venv .venv-vision .venv-legacy .venv-314 build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -102,6 +103,10 @@ test-vision: env-vision
 
 test-legacy: env-legacy
 	@.venv-legacy/bin/python tools/run_pytest.py legacy -m "legacy$(NOT_SLOW)" tests $(ARGS)
+
+# Python 3.14, or Debian's. Builds .venv-314 on first use.
+test-python314: env-core
+	@tools/python314_leg.sh test $(ARGS)
 
 # Windows Python under Wine. Builds build/windows on first use.
 test-windows:

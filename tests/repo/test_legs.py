@@ -24,13 +24,18 @@ PARTS = [
     "legacy",
     "vision",
 ]
+MORE_PARTS = ["python314"]
+"""Legs of ``make test-all`` only."""
 MAKE = """#!/bin/sh
 echo "$2" >>called
+[ "$2" != "$SKIPPED" ] || echo "needs apt" >"$SKIP_NOTE"
 [ "$2" != "$FAILING" ]
 """
 
 
-def run_legs(folder: Path, failing: str = "") -> tuple[int, dict[str, str], list[str]]:
+def run_legs(
+    folder: Path, failing: str = "", skipped: str = "", slow: str = ""
+) -> tuple[int, dict[str, str], list[str]]:
     """Run the script with a make that only records its targets."""
     (folder / "tools").mkdir()
     (folder / ".venv-legacy").mkdir()
@@ -42,12 +47,18 @@ def run_legs(folder: Path, failing: str = "") -> tuple[int, dict[str, str], list
     ended = subprocess.run(
         ["tools/test_legs.sh"],
         cwd=folder,
-        env={**os.environ, "MAKE": str(folder / "make"), "FAILING": failing},
+        env={
+            **os.environ,
+            "MAKE": str(folder / "make"),
+            "FAILING": failing,
+            "SKIPPED": skipped,
+            "SLOW": slow,
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    outcomes = dict(re.findall(r"^  (.+): (\w+) \(\d+ s\)$", ended.stdout, re.MULTILINE))
+    outcomes = dict(re.findall(r"^  (.+): (\w+) \((?:\d+ s|needs \w+)\)$", ended.stdout, re.M))
     return ended.returncode, outcomes, sorted((folder / "called").read_text().splitlines())
 
 
@@ -61,6 +72,18 @@ def test_each_part_runs_once(tmp_path: Path) -> None:
 def test_a_part_that_fails_fails_the_run_and_the_others_run(tmp_path: Path) -> None:
     status, outcomes, _ = run_legs(tmp_path, failing="test-vision")
     assert (status, outcomes) == (1, {**dict.fromkeys(PARTS, "passed"), "vision": "FAILED"})
+
+
+def test_make_test_all_runs_the_legs_of_other_versions_too(tmp_path: Path) -> None:
+    status, outcomes, called = run_legs(tmp_path, slow="yes")
+    assert (status, outcomes) == (0, dict.fromkeys([*PARTS, *MORE_PARTS], "passed"))
+    assert "test-python314" in called
+
+
+def test_a_leg_that_cannot_run_here_is_named_with_the_reason(tmp_path: Path) -> None:
+    status, outcomes, _ = run_legs(tmp_path, skipped="test-python314", slow="yes")
+    assert (status, outcomes["python314"]) == (0, "skipped")
+    assert [name for name, outcome in outcomes.items() if outcome != "passed"] == ["python314"]
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -6,6 +6,7 @@ import importlib
 import mmap
 import os
 import platform
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -227,6 +228,18 @@ def has_proc() -> bool:
     Chroots and some build sandboxes lack it. Threads and other processes are then not visible.
     """
     return sys.platform != "linux" or os.path.exists("/proc/self/task")
+
+
+def is_library_file(fd: int) -> bool:
+    """Return True if a descriptor is a shared library that is open for reading (Linux only).
+
+    libffi keeps its own file open where it was built to. It maps pages of it for new callbacks.
+    """
+    import fcntl
+
+    name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+    is_readonly = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    return is_readonly and re.search(r"\.so(\.\d+)*$", name) is not None
 
 
 def shm_bytes(folder: str = _SHM) -> int | None:

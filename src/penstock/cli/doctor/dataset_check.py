@@ -171,7 +171,7 @@ class DatasetCheck:
             travel={
                 "is_ok": True,
                 "took_s": time.perf_counter() - start_s,
-                "private_bytes": sent.stream.getbuffer().nbytes,
+                "private_bytes": len(sent.stream.getvalue()),
                 "shared_bytes": sum(buffer.raw().nbytes for buffer in sent.buffers),
                 "notes": list(sent.notes),
             }

@@ -125,7 +125,7 @@ def _reduce_memory(obj: Any, collector: Any) -> Any:
 
 def dump(
     value: Any, buffer_callback: Any = None, collector: Any = None, on_retry: Any = None
-) -> memoryview:
+) -> bytes:
     """Pickle ``value`` to a stream. The parent's own classes are stored by name or id.
 
     Args:
@@ -141,12 +141,12 @@ def dump(
     return _dump_by(_ResultPickler, value, buffer_callback, collector)
 
 
-def _dump_by(kind: Any, value: Any, buffer_callback: Any, collector: Any) -> memoryview:
+def _dump_by(kind: Any, value: Any, buffer_callback: Any, collector: Any) -> bytes:
     stream = io.BytesIO()
     pickler = kind(stream, protocol=5, buffer_callback=buffer_callback)
     pickler.collector = collector
     pickler.dump(value)
-    return stream.getbuffer()
+    return stream.getvalue()  # not a copy
 
 
 def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
@@ -180,7 +180,7 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
         if not 0 <= offset <= slot.nbytes - length:
             offset, end = end, round_up(end + length, _GRAIN)
         spans.append((offset, length))
-    num_bytes, inline = end + content.nbytes, None
+    num_bytes, inline = end + len(content), None
     if num_bytes <= slot.nbytes:
         for (offset, length), source in zip(spans, sources, strict=True):
             if source.address != base + offset:
@@ -199,7 +199,7 @@ def write(value: Any, slot: np.ndarray, start: int = 0) -> PayloadLocation:
     )
 
 
-def _pack_inline(content: memoryview, sources: list[Any]) -> tuple[bytes, list[Any], int]:
+def _pack_inline(content: bytes, sources: list[Any]) -> tuple[bytes, list[Any], int]:
     """Return all parts as one bytes object, the spans of the buffers, and the stream's offset."""
     parts, spans, end = [], [], 0
     for address, length in sources:

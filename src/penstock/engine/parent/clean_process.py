@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.engine.memory.fork_watch import process_forks
+from penstock.machine.host import is_library_file
 from penstock.machine.native_threads import (
     count_openblas_threads,
     count_threads,
@@ -149,6 +150,8 @@ def _why_keep(fd: int, path: str) -> str | None:
     if stat.S_ISCHR(mode) and re.match(_PLAIN_DEVICES, path):
         return None
     if stat.S_ISDIR(mode) or path.startswith(("/memfd:penstock", "/sys/", "/proc/")):
+        return None
+    if stat.S_ISREG(mode) and is_library_file(fd):  # the fork keeps it
         return None
     return f"{path} is open"
 

@@ -284,7 +284,8 @@ class PickledObjects:
         If a copy of a large buffer does not fit in memory, the buffer is shared with this process
         if that is safe. See :mod:`penstock.engine.pickling.shared_arrays`.
         """
-        content, fds = self.stream.getbuffer(), self._process.fds
+        # Not getbuffer(): Python 3.14 reports a view that is garbage together with its stream.
+        content, fds = self.stream.getvalue(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
         large = [place for place, view in enumerate(views) if view.nbytes >= LARGE_BYTES]
         shared, notes = self._share(views, large) if large else ({}, list(self.notes))
@@ -299,7 +300,7 @@ class PickledObjects:
         file.settle()
         location = PickleLocation(
             handle=file.handle(),
-            stream_bytes=content.nbytes,
+            stream_bytes=len(content),
             spans=tuple(spans),
             num_bytes=num_bytes,
             modules=self.modules,

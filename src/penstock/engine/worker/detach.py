@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import torch
 
+from penstock.machine.host import is_library_file
 from penstock.machine.native_threads import limit_openmp
 
 _kept: list[Any] = []
@@ -49,14 +50,15 @@ def _drop_descriptors(control_fd: int) -> None:
     """Close all other descriptors. Their numbers stay in use, and reading from them is an error.
 
     An object that is released later may close its descriptor. By then, the number must not belong
-    to another file.
+    to another file. Shared libraries stay open, because their code uses the descriptor.
     """
     nothing = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         if fd > 2 and fd not in (control_fd, nothing):
             try:
-                os.fstat(fd)
+                if is_library_file(fd):
+                    continue
             except OSError:
                 continue  # the listing itself
             os.dup2(nothing, fd, inheritable=False)

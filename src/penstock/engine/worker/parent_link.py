@@ -128,7 +128,7 @@ def dump_reply(reply: Any) -> bytes:
     try:
         return pickle.dumps(reply, protocol=5)
     except Exception:
-        return bytes(payload.dump(reply))
+        return payload.dump(reply)
 
 
 class Connection(Protocol):

@@ -59,6 +59,10 @@ FOUND["threads after a fork"] = count_threads()
 with open("data.bin", "wb+") as file:
     start("an open file")
 start("clean after the file")
+library = next(line.split()[-1] for line in open("/proc/self/maps") if ".so" in line)
+fd = os.open(library, os.O_RDONLY)
+start("an open library")
+os.close(fd)
 
 import logging
 logging.getLogger("mine").addHandler(logging.FileHandler("log.txt"))
@@ -120,6 +124,7 @@ REASONS = {
     "clean": None,
     "an open file": "data.bin is open",
     "clean after the file": None,
+    "an open library": None,
     "a log file": None,
     "a socket": "a connection is open (socket:",
     "an inherited pipe": None,

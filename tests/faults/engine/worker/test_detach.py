@@ -98,7 +98,15 @@ def look():
         "main": [name for name in vars(sys.modules["__main__"]) if name == "OWNER"],
         "handlers": [type(one).__name__ for one in logging.getLogger("mine").handlers],
         "own_threads": __import__("torch").get_num_threads(),
+        "callbacks": [callback(3) for callback in make_callbacks()] == [6] * 500,
     }
+
+
+def make_callbacks():
+    # libffi maps its own file again for so many.
+    import ctypes
+
+    return [ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(lambda x: 2 * x) for _ in range(500)]
 
 
 def go():
@@ -119,6 +127,8 @@ def go():
     signal.signal(signal.SIGTERM, lambda *_: tell("SIGTERM"))
     signal.signal(signal.SIGUSR1, lambda *_: tell("SIGUSR1"))
     faulthandler.register(signal.SIGUSR2)
+    library = next(line.split()[-1] for line in open("/proc/self/maps") if ".so" in line)
+    os.open(library, os.O_RDONLY)
     read_end, write_end = os.pipe()
     for fd in (read_end, write_end):
         os.set_inheritable(fd, True)
@@ -154,7 +164,8 @@ def go():
     pipe = os.readlink(f"/proc/self/fd/{read_end}")
     stop.set()
     exists = os.path.isdir(os.path.join("..", folder.name))
-    print(json.dumps({"why": why, "seen": seen, "pipe": pipe, "links": links, "exists": exists}))
+    found = {"why": why, "seen": seen, "pipe": pipe, "links": links, "exists": exists}
+    print(json.dumps({**found, "library": library}))
 
 
 go()
@@ -214,6 +225,12 @@ def test_no_process_of_ours_holds_the_user_s_files_and_pipes(ended: Any) -> None
         assert not [link for link in links if link.endswith("log.txt")]
 
 
+def test_a_library_that_a_library_opened_stays_open(ended: Any) -> None:
+    told = ended[0]
+    for links in (told["links"], *(seen["links"] for seen in told["seen"])):
+        assert told["library"] in links
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -230,6 +247,7 @@ def test_no_process_of_ours_holds_the_user_s_files_and_pipes(ended: Any) -> None
         ("own_threads", 1),
         ("variable", "after"),
         ("setting", "changed"),
+        ("callbacks", True),
     ],
 )
 def test_a_worker_sees(name: str, value: Any, ended: Any) -> None:

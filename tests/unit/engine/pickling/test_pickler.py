@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.util
+import io
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.unpickling import unpickle_objects
 from support.datasets import Numbers, assert_same, draw
@@ -162,3 +165,39 @@ def test_a_module_of_a_package_that_was_made_by_hand_travels_by_value(tmp_path: 
 def test_a_module_that_is_found_travels_by_name() -> None:
     with packing(value=Numbers(3)) as pickle_file:
         assert ("support.datasets", 0) in pickle_file.location.modules
+
+
+def collect_unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Run the garbage collector, and return what finalizers raised."""
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    gc.collect()
+    monkeypatch.undo()
+    return found
+
+
+def test_a_stream_that_is_garbage_with_an_error_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(SharedFile, "append", fail)
+    with pytest.raises(OSError, match="full") as caught:
+        PickledObjects({"value": [1]}).to_shared_file()
+    cycle = [caught.value]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del cycle, caught
+    assert collect_unraisable(monkeypatch) == []
+
+
+def test_a_view_of_such_a_stream_raises_from_python_3_14_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control."""
+    stream = io.BytesIO(b"text")
+    cycle: list[Any] = [stream, stream.getbuffer()]
+    cycle.append(cycle)
+    del cycle, stream
+    found = [type(one.exc_value) for one in collect_unraisable(monkeypatch)]
+    assert found == ([BufferError] if sys.version_info >= (3, 14) else [])
