@@ -141,6 +141,7 @@ def test_yolov8n_trains_through_penstock_run(yolo: dict[str, Any]) -> None:
     assert "passed to torch" not in broken.stderr
 
 
+@pytest.mark.slow
 def test_yolov8n_fails_without_it(yolo: dict[str, Any]) -> None:
     result = scripts.told(yolo["broken, off"])
     assert result.returncode != 0

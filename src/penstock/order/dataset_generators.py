@@ -42,12 +42,6 @@ from penstock.order.object_walk import (
 )
 from penstock.user_objects import own_attributes
 
-_GENERATORS = (
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    random.Random,
-)
 _TORCH_GENERATOR = ("torch._C", "Generator")
 _MAKERS = (
     {"default_rng", "Generator", "RandomState", "Random", "SystemRandom", "SeedSequence"}
@@ -355,9 +349,21 @@ def _checksum(array: Any) -> int:
 # -- recognizing and setting generators ------------------------------------------------------------
 
 
+def _generator_kinds() -> tuple[type, ...]:
+    """Return the classes of generators that can exist now.
+
+    NumPy imports ``numpy.random`` on first use. Importing it takes a third of the time of importing
+    the loader, so it is left to the process that loads samples.
+    """
+    numpy_random = sys.modules.get("numpy.random")
+    if not hasattr(numpy_random, "RandomState"):  # not imported, or another thread is importing it
+        return (random.Random,)
+    return (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
+
 def _is_generator(value: Any) -> bool:
     kind = type(value)
-    if issubclass(kind, _GENERATORS) or (module_of(kind), kind.__name__) == _TORCH_GENERATOR:
+    if issubclass(kind, _generator_kinds()) or (module_of(kind), kind.__name__) == _TORCH_GENERATOR:
         return True
     return module_of(kind).startswith("albumentations.") and _takes_states(value)
 

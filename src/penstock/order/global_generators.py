@@ -177,6 +177,8 @@ def _numpy_generator(bits: Any) -> NumpyGenerator:
 
 def replaced_bit_generator() -> type | None:
     """Return the class passed to ``np.random.set_bit_generator``; None if NumPy's default."""
+    if "numpy.random" not in sys.modules:  # NumPy imports it on first use, which takes 8 ms
+        return None
     kind = type(np.random.mtrand._rand._bit_generator)
     return None if kind is np.random.MT19937 else kind
 

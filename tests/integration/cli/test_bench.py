@@ -15,6 +15,9 @@ from penstock.cli.bench_measurement import BenchResult, StageTime, WorkersRate, 
 from penstock.errors import BadTarget
 from support import command_line
 
+WAIT_S = 0.1
+"""Longer than a busy machine delays a process, so that load changes the rates little."""
+
 
 class Waiting:
     """Samples that sleep, so every worker adds the same throughput."""
@@ -25,19 +28,19 @@ class Waiting:
     def __getitem__(self, index: int) -> float:
         import time
 
-        time.sleep(0.02)
+        time.sleep(WAIT_S)
         return float(index)
 
 
 def test_more_workers_are_recommended_where_they_bring_more() -> None:
     told: list[str] = []
     source = BenchDataset(name="waiting", dataset=Waiting())
-    found = measure(source, batch_size=4, workers=(0, 3), seconds=1.0, tell=told.append)
+    found = measure(source, batch_size=1, workers=(0, 3), seconds=1.0, tell=told.append)
     none, three = found.runs
     assert three.rate > 1.5 * none.rate
     assert found.recommended is three
     assert found.ceiling > 2 * three.rate
-    assert found.stages[0].sample_ms == pytest.approx(20.0, rel=0.5)
+    assert found.stages[0].sample_ms >= 1e3 * WAIT_S
     assert "waiting" in found.stages[0].note
     assert told == ["one sample at a time", "0 workers", "3 workers", told[-1]]
 

@@ -129,7 +129,7 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._add_module(obj.__name__ if issubclass(kind, ModuleType) else name)
         if obj is random._inst:
             return getattr, (random, "_inst")  # the worker's own generator, not a copy
-        if obj is np.random.mtrand._rand:
+        if kind.__name__ == "RandomState" and obj is np.random.mtrand._rand:
             return getattr, (np.random.mtrand, "_rand")
         torch = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
