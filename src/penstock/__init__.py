@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from penstock.machine.facts import Machine as Machine
     from penstock.options import Tracing as Tracing
     from penstock.order.bucketing import BucketedBatches as BucketedBatches
+    from penstock.order.mixture import Mixture as Mixture
+    from penstock.order.mixture import mix as mix
     from penstock.order.rng import rng as rng
     from penstock.order.samplers import BlockOrder as BlockOrder
     from penstock.order.samplers import SeededOrder as SeededOrder
@@ -76,6 +78,8 @@ _HOMES = {
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
     "split": "penstock.order.split",
+    "mix": "penstock.order.mixture",
+    "Mixture": "penstock.order.mixture",
     "SeededOrder": "penstock.order.samplers",
     "WeightedOrder": "penstock.order.samplers",
     "BucketedBatches": "penstock.order.bucketing",

@@ -369,6 +369,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         is_tolerant = self.on_error != "raise"
         self._faults.num_samples = self._num_expected() if is_tolerant else None
         self._faults.num_indices = self._num_indices() if self.on_error == "replace" else None
+        self._faults.order = self._order()
         return LoaderParts(
             epoch_state=self._epoch_state,
             faults=self._faults,
@@ -507,6 +508,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _get_recorder(self) -> Recorder:
         if self._recorder is None:
             self._recorder = make_recorder(self.trace)
+            self._recorder.count_sources = self._index_sampler.counter()
             if self._recorder.traces_steps:
                 from penstock.trace.transform_spans import trace_steps
 
@@ -600,6 +602,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             seed=self.seed,
             length=self._length(),
             global_batch=self._global_batch(),
+            sources=getattr(self._order(), "fingerprint", None),
             bad=self._bad_in(position.epoch, position.position) or None,
         )
 
@@ -632,7 +635,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             pass
 
     @property
-    def _index_sampler(self) -> Any:
+    def _index_sampler(self) -> EpochIndices:
         return EpochIndices(
             super()._index_sampler,
             self._epoch_state,
@@ -647,8 +650,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         return self.batch_sampler if has_state else self.sampler
 
     def _order(self) -> Order | None:
-        order: Order | None = self._index_sampler.order
-        return order
+        return self._index_sampler.order
 
     # -- lengths ---------------------------------------------------------------------------------
 
@@ -690,8 +692,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         """Return the position where an epoch ends, not counting a last batch that is dropped."""
         length, rows, order = self._length(), self._global_batch(), self._order()
         drops = self.drop_last or getattr(self.batch_sampler, "drop_last", False)
-        if order is not None:
-            drops = drops or order.drop_last
+        drops = drops or (order is not None and order.drop_last)
         return length // rows * rows if length is not None and rows and drops else length
 
 

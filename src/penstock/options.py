@@ -211,7 +211,7 @@ def _check_on_error(name: str, on_error: Any) -> Any:
     return on_error
 
 
-def _check_max_bad(name: str, max_bad: Any) -> float | None:
+def check_max_bad(name: str, max_bad: Any) -> float | None:
     is_count = isinstance(max_bad, int) and not isinstance(max_bad, bool) and max_bad >= 0
     is_part = isinstance(max_bad, float) and 0.0 <= max_bad < 1.0
     if max_bad is None or is_count or is_part:
@@ -332,7 +332,7 @@ class SharedOptions(TypedDict, total=False):
         float | None,
         Option(
             default=None,
-            check=_check_max_bad,
+            check=check_max_bad,
             flag="--max-bad",
             metavar="N|FRACTION",
             parse=_parse_count_or_part,

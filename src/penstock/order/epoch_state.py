@@ -305,6 +305,11 @@ class EpochIndices:
         sampler = self._indices.sampler if is_plain else self._indices
         return sampler if isinstance(sampler, Order) else None
 
+    def counter(self) -> Callable[[], dict[str, int]] | None:
+        """Return a function that counts the delivered samples of each source of a mixture."""
+        order = self.order
+        return None if order is None else order.counter(self._epoch_state)
+
     @property
     def drawing(self) -> Any:
         """torch's RandomSampler, if the indices come from one. Its draws are recorded."""

@@ -40,6 +40,7 @@ WORKER_STREAM = 0x776F726B6572
 PATCH_STREAM = 0x7061746368
 COLLATE_STREAM = 0x636F6C6C617465
 BLOCK_STREAM = 0x6E6561726279
+MIX_STREAM = 0x6D6978747572
 
 
 def mix64(word: int) -> int:
@@ -67,6 +68,11 @@ def splitmix64(key: int, counters: Words) -> Words:
     """
     words: Words = (counters + np.uint64(1)) * np.uint64(GOLDEN)
     words += np.uint64(key)
+    return mix64_many(words)
+
+
+def mix64_many(words: Words) -> Words:
+    """:func:`mix64` of each word."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_FIRST)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_SECOND)
     words ^= words >> np.uint64(31)

@@ -17,7 +17,7 @@ MOST = 1 << 62
 """Largest epoch and largest position, as in ``set_epoch``."""
 
 _SEEDS = ("seed", "base_seed", "shuffle_seed")
-_OWN = ("sampler", "dataset", "generator_state", "bad")
+_OWN = ("sampler", "dataset", "sources", "generator_state", "bad")
 """Entries that are not numbers. The loader they belong to checks them."""
 
 
@@ -32,6 +32,7 @@ class LoaderState:
         global_batch: Number of samples in a batch of all ranks together.
         generator_state: State of the user's generator before the order was drawn from it.
         sampler, dataset: Their ``state_dict()``, if they have one.
+        sources: Fingerprint of the sources of a mixture (:meth:`penstock.Mixture.fingerprint`).
         bad: ``positions`` of bad samples in this epoch, and the indices of samples that crashed or
             hung workers (``poison``).
     """
@@ -48,6 +49,7 @@ class LoaderState:
     num_workers: int | None = None
     sampler: Any = None
     dataset: Any = None
+    sources: dict[str, Any] | None = None
     bad: dict[str, list[Any]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,8 +112,8 @@ class LoaderState:
         """Check that this state belongs to a loader whose state is ``now``.
 
         Raises:
-            BadState: The dataset length, seed or global batch differs. The message shows both
-                values.
+            BadState: The sources, dataset length, seed or global batch differs. The message shows
+                both values.
         """
         names = {"length": "samples", "seed": "seed", "global_batch": "samples in a global batch"}
         unlike = [
@@ -119,6 +121,7 @@ class LoaderState:
             for name, words in names.items()
             if getattr(self, name) != getattr(now, name)
         ]
+        unlike = [*_unlike_sources(self.sources, now.sources), *unlike]
         if unlike:
             raise BadState(
                 f"the state belongs to a different loader; {'; '.join(unlike)}",
@@ -222,6 +225,30 @@ class LoaderState:
             streams={int(worker): own for worker, own in streams.get("streams", {}).items()},
             next_worker=streams.get("next", 0),
         )
+
+
+def _unlike_sources(saved: Any, now: Any) -> list[str]:
+    """Return the differences between two fingerprints of a mixture's sources."""
+    if saved == now:
+        return []
+    if not isinstance(saved, dict) or not isinstance(now, dict):
+        kinds = ["no mixture" if one is None else "a mixture" for one in (saved, now)]
+        return [f"{kinds[0]} in the state, {kinds[1]} here"]
+    if saved.get("number") != now["number"]:
+        return [f"sources: {saved.get('number')} in the state, {now['number']} here"]
+    unlike = []
+    for name in now:
+        before, after = saved.get(name), now[name]
+        if before == after:
+            continue
+        if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
+            unlike.append(f"{name} of the sources: {before} in the state, {after} here")
+            continue
+        pairs = zip(before, after, strict=True)
+        place, pair = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+        what = f"{name}[{place}] of the sources"
+        unlike.append(f"{what}: {pair[0]!r} in the state, {pair[1]!r} here")
+    return unlike
 
 
 def _are_streams(content: Any, num_workers: int) -> bool:

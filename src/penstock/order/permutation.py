@@ -203,6 +203,14 @@ def _scramble(half: int, key: int) -> int:
     return (word ^ (word >> 32)) * _SPREAD_AGAIN & MASK
 
 
+def scramble_each(half: Words, keys: Words) -> Words:
+    """:func:`_scramble` for arrays, with a key for each element."""
+    word: Words = (half + keys) * np.uint64(_SPREAD)
+    word ^= word >> _HALF
+    word *= np.uint64(_SPREAD_AGAIN)
+    return word
+
+
 def _scramble_many(half: Words, key: int, word: Words, spare: Words) -> None:
     """:func:`_scramble` for arrays, into ``word``. Allocating arrays would take half the time."""
     np.add(half, np.uint64(key), out=word)

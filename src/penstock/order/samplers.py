@@ -12,7 +12,9 @@ gives the same order twice. ``set_epoch`` selects a different order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
@@ -38,6 +40,9 @@ from penstock.order.ranks import RankShard, find_rank
 if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
+
+    from penstock.order.epoch_state import EpochState
+    from penstock.order.mixture import Mixture
 
 CHUNK = 4096
 """Number of indices computed at a time. Takes 0.2 ms and 160 KB of temporary memory."""
@@ -106,7 +111,15 @@ class OrderOptions(TypedDict, total=False):
 
 
 class Order(ShardedOrder):
-    """Base class of samplers: an order of sample indices."""
+    """Base class of samplers: an order of sample indices.
+
+    Attributes:
+        mixture: The dataset, if it is a :class:`penstock.Mixture`.
+        fingerprint: What a saved state keeps of the sources of a mixture.
+    """
+
+    mixture: Mixture | None = None
+    fingerprint: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -150,6 +163,10 @@ class Order(ShardedOrder):
     def index_at(self, position: int) -> int:
         """Return the index at ``position`` of the epoch, on any rank."""
         return int(self.at(np.array([position], dtype=np.int64))[0])
+
+    def counter(self, state: EpochState) -> Callable[[], dict[str, int]] | None:
+        """Return a function that counts the delivered samples of each source of a mixture."""
+        return None
 
     def for_rank(self: SelfOrder, rank: int) -> SelfOrder:
         """Return the same order for a different rank."""
@@ -451,23 +468,30 @@ def make_order(
     drop_last: bool,
     ranks: tuple[bool, int | None, int | None],
     padding: bool,
-) -> SeededOrder | None:
-    """Return the seeded order of a loader. None if it has neither a seed nor several ranks.
+) -> Order | None:
+    """Return the order of a loader. None if it has neither a mixture, a seed nor several ranks.
 
     Args:
         ranks: The loader's ``shard``, ``rank`` and ``world_size``.
     """
     rank, world_size = find_rank(*ranks)
-    if seed is None and world_size == 1:
-        return None
+    mixture = sys.modules.get("penstock.order.mixture")  # imported by penstock.mix
+    is_mixture = mixture is not None and isinstance(dataset, mixture.Mixture)
+    if seed is None and world_size == 1 and not (is_mixture and shuffle):
+        return dataset.order(batch_size=batch_size or 1) if is_mixture else None
+    if seed is None and shuffle and is_mixture:
+        raise BadArgument(
+            "shuffle=True needs a seed for a mixture",
+            remedy="DataLoader(mixture, shuffle=True, seed=0)",
+        )
     if seed is None and shuffle:
         raise BadArgument(
             "shuffling with several ranks needs the same seed on every rank, or samples are lost "
             "or repeated",
             remedy="DataLoader(..., seed=0, shard=True)",
         )
-    return SeededOrder(
-        dataset,
+    make = dataset.order if is_mixture else functools.partial(SeededOrder, dataset)
+    order: Order = make(
         seed=seed or 0,
         shuffle=shuffle,
         batch_size=batch_size or 1,
@@ -476,3 +500,4 @@ def make_order(
         drop_last=drop_last and world_size > 1,
         padding=padding,
     )
+    return order

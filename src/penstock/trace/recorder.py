@@ -123,6 +123,8 @@ class Recorder:
         self.traces_samples = self.traces_steps = False
         self.keeps_all = keeps_all
         self.facts: dict[str, Any] = {}
+        self.count_sources: Callable[[], dict[str, int]] | None = None
+        """Counts the samples of each source of a mixture so far in this epoch, over all ranks."""
         self._max_kept = MAX_KEPT if keeps_all else MAX_KEPT_UNASKED
         self._lock = threading.RLock()
         memory = None if self.buffer is None else self.buffer.memory
@@ -302,7 +304,9 @@ class Recorder:
             self._read()
             processes = [self._main, *self._ended, *self._workers(), *self._user_records()]
             lanes = [one.to_lane() for one in processes]
-        here = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        here: dict[str, Any] = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        if self.count_sources is not None:
+            here["sources"] = self.count_sources()
         return {"facts": {**self.facts, **here}, "lanes": lanes}
 
     def _user_records(self) -> list[ProcessRecords]:

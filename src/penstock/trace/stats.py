@@ -5,7 +5,7 @@ Tested by ``tests/integration/trace/test_worker_recorder.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.trace.record import Kind
 from penstock.trace.recorder import Recorder
@@ -29,6 +29,8 @@ class Stats:
     num_ready: int = 0
     is_off: bool = False
     """True if tracing is off, so there are no statistics."""
+    sources: dict[str, int] | None = None
+    """Samples of each source of a mixture so far in this epoch, over all ranks."""
 
     def __str__(self) -> str:
         if self.is_off:
@@ -41,6 +43,11 @@ class Stats:
 
 def make_stats(recorder: Recorder | None) -> Stats:
     """Compute the statistics of a recorder. None means that nothing was loaded yet."""
+    count = None if recorder is None else recorder.count_sources
+    return replace(_count_batches(recorder), sources=None if count is None else count())
+
+
+def _count_batches(recorder: Recorder | None) -> Stats:
     if recorder is None:
         return Stats()
     if recorder.buffer is None:

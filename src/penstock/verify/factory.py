@@ -6,6 +6,7 @@ torch's DataLoader and its subclasses keep their arguments, so a new one can be 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,12 @@ def _arguments(loader: Any) -> dict[str, Any]:
     if loader.batch_size is not None:
         found["drop_last"] = loader.drop_last
     order, shuffle = loader.sampler, ordering.get("shuffle")
-    is_seeded = isinstance(order, SeededOrder) and order.seed == found.get("seed")
-    if is_seeded and order.shuffle == bool(shuffle):
+    mixture = sys.modules.get("penstock.order.mixture")
+    seed = found.get("seed")
+    is_own = isinstance(order, SeededOrder) and order.seed == seed
+    if mixture is not None and isinstance(order, mixture.MixtureOrder):
+        is_own = order.seed == (seed or 0)
+    if is_own and order.shuffle == bool(shuffle):
         return {**found, "shuffle": shuffle}  # the loader created this order itself
     if type(loader.sampler).__name__ != "_InfiniteConstantSampler":  # an iterable has no order
         found["sampler"] = loader.sampler

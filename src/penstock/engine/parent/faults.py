@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,10 @@ class Faults:
         """Samples per epoch, if known. Set before an epoch starts."""
         self.num_indices: int | None = None
         """Any index below this may replace a bad sample. None: only indices of its batch."""
+        self.order: Any = None
+        """The Penstock order, if any. The sources of a mixture have their own limits."""
+        self._num_by_source: Counter[int] | None = None
+        """Bad samples of each source in this epoch. None: not counted yet."""
         self.poison: dict[int | str, Exception] = {}
         """Samples that crashed or hung workers, by index. They are not loaded again."""
         self._epoch_state = epoch_state
@@ -78,7 +83,7 @@ class Faults:
 
     def restore(self, epoch: int, positions: list[int], poison: list[Any]) -> None:
         """Restore the saved state of an epoch that is being resumed."""
-        self._epoch, self._positions = epoch, list(positions)
+        self._epoch, self._positions, self._num_by_source = epoch, list(positions), None
         for index in poison:
             self.poison.setdefault(
                 index, RuntimeError("it crashed or hung workers in an earlier run")
@@ -104,16 +109,17 @@ class Faults:
 
         epoch = self._epoch_state.epoch
         if epoch != self._epoch:
-            self._epoch, self._positions = epoch, []
+            self._epoch, self._positions, self._num_by_source = epoch, [], None
         before = list(self._positions)
         try:
             for one in found:
                 self._add(one, epoch)
                 if one.position not in self._positions[-MAX_SUBSTITUTES:]:  # not a substitute's
                     self._positions.append(one.position)
+                    self._check_source(one.position)
                 self._check(one)
         except TooManyBad:
-            self._positions = before  # the batch is not delivered
+            self._positions, self._num_by_source = before, None  # the batch is not delivered
             raise
 
     def _add(self, one: SampleFailure, epoch: int) -> None:
@@ -157,6 +163,26 @@ class Faults:
             raise self._too_many(
                 f"{len(self._positions)} bad samples in epoch {self._epoch}, but "
                 f"max_bad={self.max_bad} allows {most:.0f}"
+            ) from None
+
+    def _check_source(self, position: int) -> None:
+        """Check the limit of a bad sample's source, if the dataset is a mixture with limits."""
+        mixture = None if self.order is None else self.order.mixture
+        if mixture is None or not mixture.has_limits:
+            return
+        if self._num_by_source is None:
+            before = [place % self.order.length for place in self._positions[:-1]]
+            self._num_by_source = Counter(self.order.sources_at(before).tolist())
+        source = int(self.order.sources_at([position % self.order.length])[0])
+        self._num_by_source[source] += 1
+        name, limit = mixture.names[source], mixture.max_bad[source]
+        most = limit
+        if isinstance(limit, float):
+            most = math.floor(limit * self.order.counts(self.order.length)[name])
+        if most is not None and self._num_by_source[source] > most:
+            raise self._too_many(
+                f"{self._num_by_source[source]} bad samples of source {name!r} in epoch "
+                f"{self._epoch}, but its max_bad={limit} allows {most:.0f}"
             ) from None
 
     def end_epoch(self, num_batches: int) -> None:

@@ -14,7 +14,7 @@ from penstock.errors import BadArgument
 from penstock.options import check_count
 from penstock.order.dataset_generators import DatasetGenerators
 from penstock.order.sample_randomness import SampleRandomness
-from penstock.order.samplers import SeededOrder
+from penstock.order.samplers import Order
 
 
 def replay(loader: Any, epoch: int, index: int) -> Any:
@@ -48,7 +48,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     order = _order_of(loader, check_count("epoch", epoch))
     if not order.length:
         raise BadArgument("the loader has no samples", remedy="a dataset that is not empty")
-    index = check_count("index", index, 0, order.length - 1)
+    index = check_count("index", index, 0, len(loader.dataset) - 1)
     position = order.position_of(index)
     first, last = _rows_beside(order, loader, position)
     if not takes_batches(loader.dataset) or loader.batch_size is None:
@@ -61,7 +61,7 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
         return fetch_map(loader.dataset, indices, first, randomness)[position - first]
 
 
-def _order_of(loader: Any, epoch: int) -> SeededOrder:
+def _order_of(loader: Any, epoch: int) -> Any:
     """Return a copy of the loader's order, set to ``epoch``. The loader's own is unchanged."""
     if getattr(loader, "seed", None) is None:
         raise BadArgument(
@@ -73,7 +73,7 @@ def _order_of(loader: Any, epoch: int) -> SeededOrder:
             f"randomness={loader.randomness!r}: a sample's random numbers depend on its worker",
             remedy="DataLoader(..., randomness='sample')",
         )
-    if not isinstance(loader.sampler, SeededOrder):
+    if not isinstance(loader.sampler, Order) or not hasattr(loader.sampler, "position_of"):
         kind = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
         raise BadArgument(
             f"{kind} does not support looking up the position of an index",
@@ -84,7 +84,7 @@ def _order_of(loader: Any, epoch: int) -> SeededOrder:
     return order
 
 
-def _rows_beside(order: SeededOrder, loader: Any, position: int) -> tuple[int, int]:
+def _rows_beside(order: Order, loader: Any, position: int) -> tuple[int, int]:
     """Return the first and last (exclusive) position of the batch that contains ``position``."""
     rows = loader.batch_size or 1
     start = position // (rows * order.world_size) * rows * order.world_size
