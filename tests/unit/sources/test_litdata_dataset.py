@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.chunk_sets import dict_spec, make_chunk, read_json, write_json, write_litdata
 
 import penstock
 from penstock.errors import BadArgument, BadStore, Damaged
 from penstock.sources.litdata_leaves import make_decoder, read_nested, token_dtype
+from support.chunk_sets import dict_spec, make_chunk, read_json, write_json, write_litdata
 
 pytestmark = pytest.mark.legacy
 LEAF = {"type": None, "context": None, "children_spec": []}

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.chunk_sets import read_json, write_json, write_mds
 
 import penstock
 from penstock.errors import BadArgument, BadStore, Damaged
 from penstock.sources.mds_dataset import make_decoder
+from support.chunk_sets import read_json, write_json, write_mds
 
 pytestmark = pytest.mark.legacy
 
