@@ -2,26 +2,24 @@
 
     uint32 count | uint32 offset of each sample, and the end | ... | sample | sample | ...
 
-All integers are little-endian. A chunk is a block. Only its table of offsets is kept in memory: the
-samples are read one by one, or together where they are adjacent.
+All integers are little-endian. A chunk is a block. It is memory-mapped, and its table of offsets is
+kept. Values are copies, so they do not change with the file.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
 from penstock.sources.blocks import BlockReader
-from penstock.sources.source_files import SourceFiles
-from penstock.sources.table_files import describe
+from penstock.sources.table_files import TableFiles, describe
 
-_MAX_READ = 4 << 20
-"""Adjacent samples are read together up to this many bytes."""
 _COPY_AGAIN = 'copy the file again from its source, or DataLoader(..., on_error="skip")'
 
 
@@ -54,7 +52,7 @@ class ChunkReader(BlockReader):
         unknown = [name for name in self._transforms if name not in names]
         if unknown:
             raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(names))
-        self._files = SourceFiles([chunk.path for chunk in self._chunks])
+        self._files = TableFiles([chunk.path for chunk in self._chunks], map_file)
         for chunk, stamp in zip(self._chunks, self._files.stamps, strict=True):
             check_size(chunk, stamp.size)
 
@@ -66,13 +64,13 @@ class ChunkReader(BlockReader):
 
     # -- samples ---------------------------------------------------------------------------------
 
-    def _read_block(self, block: int) -> np.ndarray:
+    def _read_block(self, block: int) -> Any:
         """Return the offsets of a chunk's samples, and the end of the last."""
         chunk = self._chunks[block]
         needed = 4 * (chunk.num_samples + 2)
         if needed > chunk.num_bytes:
             raise self._damaged(block, f"it is too short for {chunk.num_samples} samples")
-        header = np.frombuffer(self._files.read(block, 0, needed), "<u4")
+        header = np.frombuffer(self._files.handle(block)[:needed], "<u4")
         count, offsets = int(header[0]), header[1:].astype(np.int64)
         if count != chunk.num_samples:
             raise self._damaged(block, f"it has {count} samples; the index {chunk.num_samples}")
@@ -82,17 +80,20 @@ class ChunkReader(BlockReader):
         return offsets
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
-        offsets: np.ndarray = self._block(block)
-        samples: list[Any] = [None] * len(rows)
-        for places in _runs(rows, offsets):
-            first, last = rows[places[0]], rows[places[-1]] + 1
-            start = int(offsets[first])
-            data = memoryview(self._files.read(block, start, int(offsets[last]) - start))
-            for place in places:
-                row = rows[place]
-                item = data[int(offsets[row]) - start : int(offsets[row + 1]) - start]
-                samples[place] = self._decoded(item, block, row)
+        self._files.check(block)
+        content = self._block(block)
+        samples = self._take_mapped(content, block, rows)
+        self._files.check(block)  # nothing was read from a file that has changed
         return samples
+
+    def _take_mapped(self, offsets: np.ndarray, block: int, rows: list[int]) -> list[Any]:
+        data: memoryview = self._files.handle(block)
+        starts = offsets[rows].tolist()
+        ends = offsets[np.add(rows, 1)].tolist()
+        return [
+            self._decoded(data[start:end], block, row)
+            for start, end, row in zip(starts, ends, rows, strict=True)
+        ]
 
     def _decoded(self, item: memoryview, block: int, row: int) -> Any:
         try:
@@ -119,20 +120,10 @@ class ChunkReader(BlockReader):
         )
 
 
-def _runs(rows: list[int], offsets: np.ndarray) -> Iterator[list[int]]:
-    """Yield the places of rows that follow each other, up to a number of bytes."""
-    run: list[int] = []
-    start = 0
-    for place, row in enumerate(rows):
-        is_next = bool(run) and row == rows[run[-1]] + 1
-        if is_next and int(offsets[row + 1]) - start <= _MAX_READ:
-            run.append(place)
-            continue
-        if run:
-            yield run
-        run, start = [place], int(offsets[row])
-    if run:
-        yield run
+def map_file(path: str) -> memoryview:
+    """Return the content of a file, memory-mapped."""
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def check_size(chunk: Chunk, num_bytes: int) -> None:

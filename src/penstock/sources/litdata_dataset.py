@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,9 +25,10 @@ from penstock.errors import BadArgument, BadStore
 from penstock.images.crops import open_image
 from penstock.sources.arrow_columns import as_tensor
 from penstock.sources.chunk_reader import Chunk, ChunkReader, read_index, refuse_pickle
-from penstock.sources.litdata_leaves import Decoder, is_encoded_image, make_decoder, token_dtype
+from penstock.sources.litdata_leaves import is_encoded_image, make_decoder, token_dtype
 from penstock.sources.parquet_dataset import import_pyarrow
 
+Builder = Callable[[list[memoryview]], Any]
 _FOOTER = b"LDARW01\0"
 _CONTAINERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     "builtins.dict": lambda keys, values: dict(zip(keys, values, strict=True)),
@@ -55,14 +57,19 @@ class LitDataDataset(ChunkReader):
         self._formats = list(formats)
         self._tree = tree
         self._decode_images = decode
-        self._decoders: list[Decoder] | None = None
+        self._sizes = struct.Struct(f"<{len(self._formats)}I")
+        self._build: Builder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_decoders": None}
+        return {**super().__getstate__(), "_build": None, "_sizes": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._sizes = struct.Struct(f"<{len(self._formats)}I")
 
     def _read_block(self, block: int) -> Any:
         chunk = self._chunks[block]
-        end = self._files.read(block, chunk.num_bytes - 12, 12)
+        end = bytes(self._files.handle(block)[-12:])
         if end[4:] != _FOOTER:
             return super()._read_block(block)
         num_bytes = int.from_bytes(end[:4], "little")
@@ -71,54 +78,60 @@ class LitDataDataset(ChunkReader):
             raise self._damaged(block, "its Arrow table is longer than the file")
         return _ArrowRows(self, block, start, num_bytes)
 
-    def _take(self, block: int, rows: list[int]) -> list[Any]:
-        content = self._block(block)
+    def _take_mapped(self, content: Any, block: int, rows: list[int]) -> list[Any]:
         if not isinstance(content, _ArrowRows):
-            return super()._take(block, rows)
+            return super()._take_mapped(content, block, rows)
         samples = [content.row(row, self.fields) for row in rows]
-        self._files.read(block, 0, 4)  # raises if the file has been replaced
         for name, transform in self._transforms.items():
             for sample in samples:
                 sample[name] = transform(sample[name])
         return samples
 
     def _decode(self, item: memoryview, block: int) -> Any:
-        if self._decoders is None:
-            self._decoders = [make_decoder(one, self._decode_images) for one in self._formats]
-        place = 4 * len(self._formats)
-        sizes = np.frombuffer(item[:place], "<u4").tolist()
-        if len(sizes) != len(self._formats) or place + sum(sizes) != len(item):
-            raise ValueError("the sizes of its leaves do not match its bytes")
+        if self._build is None:
+            self._build = self._make_builder()
+        sizes = self._sizes.unpack_from(item)
+        place = self._sizes.size
         leaves = []
         for size in sizes:
             leaves.append(item[place : place + size])
             place += size
-        return self._build(self._tree, iter(range(len(leaves))), leaves)
+        if place != len(item):
+            raise ValueError("the sizes of its leaves do not match its bytes")
+        return self._build(leaves)
 
-    def _build(self, tree: Any, numbers: Iterator[int], leaves: list[memoryview]) -> Any:
-        """Return the values of the leaves in the form of the sample."""
-        assert self._decoders is not None
+    def _make_builder(self) -> Builder:
+        """Return a function from the bytes of all leaves to the sample."""
+        numbers = iter(range(len(self._formats)))
+        if self.fields is None:
+            return self._compile(self._tree, numbers)
+        found = {}
+        for name, child in zip(self._tree[1], self._tree[2], strict=True):
+            mine = [next(numbers) for _ in range(_count_leaves(child))]
+            if name in self.fields:
+                found[name] = self._compile_field(name, child, mine)
+        pairs = [(name, found[name]) for name in self.fields]
+        return lambda leaves: {name: build(leaves) for name, build in pairs}
+
+    def _compile_field(self, name: str, tree: Any, mine: list[int]) -> Builder:
+        transform = self._transforms.get(name)
+        if transform is None:
+            return self._compile(tree, iter(mine))
+        first = mine[0]
+        if tree is None and is_encoded_image(self._formats[first]) and self._decode_images:
+            return lambda leaves: open_image(bytes(leaves[first]), transform)
+        build = self._compile(tree, iter(mine))
+        return lambda leaves: transform(build(leaves))
+
+    def _compile(self, tree: Any, numbers: Iterator[int]) -> Builder:
         if tree is None:
             number = next(numbers)
-            return self._decoders[number](leaves[number])
+            decode = make_decoder(self._formats[number], self._decode_images)
+            return lambda leaves: decode(leaves[number])
         kind, keys, children = tree
-        if tree is not self._tree or self.fields is None:
-            values = [self._build(child, numbers, leaves) for child in children]
-            return _CONTAINERS[kind](keys, values)
-        found = {}
-        for key, child in zip(keys, children, strict=True):
-            mine = [next(numbers) for _ in range(_count_leaves(child))]
-            if key in self.fields:
-                found[key] = self._field(key, child, mine, leaves)
-        return {name: found[name] for name in self.fields}
-
-    def _field(self, name: str, tree: Any, mine: list[int], leaves: list[memoryview]) -> Any:
-        transform = self._transforms.get(name)
-        is_image = tree is None and is_encoded_image(self._formats[mine[0]])
-        if transform is not None and is_image and self._decode_images:
-            return open_image(bytes(leaves[mine[0]]), transform)
-        value = self._build(tree, iter(mine), leaves)
-        return value if transform is None else transform(value)
+        parts = [self._compile(child, numbers) for child in children]
+        join = _CONTAINERS[kind]
+        return lambda leaves: join(keys, [part(leaves) for part in parts])
 
 
 class _ArrowRows:

@@ -122,7 +122,7 @@ def _tensor(data: memoryview) -> Any:
 def _array(data: memoryview) -> np.ndarray:
     number, rank = struct.unpack_from("<II", data)
     shape = struct.unpack_from(f"<{rank}I", data, 8)
-    values = np.frombuffer(data[8 + 4 * rank :], _NUMPY_DTYPES[number])
+    values = np.frombuffer(data, _NUMPY_DTYPES[number], offset=8 + 4 * rank)
     return np.array(values.reshape(shape))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -61,38 +62,47 @@ class MdsDataset(ChunkReader):
         self.fields = tuple(fields)
         """The names of the fields of a sample."""
         self._decode_images = decode
-        self._decoders: dict[str, Decoder] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what does not travel to other processes."""
+        self._sizes = [size for _, size in self._columns.values()]
+        self._head = struct.Struct(f"<{self._sizes.count(0)}I")
+        self._plan = [
+            (name, list(self._columns).index(name), self._make_value(name)) for name in self.fields
+        ]
 
     def __repr__(self) -> str:
         return f"MdsDataset({len(self)} samples of {', '.join(self.fields)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_decoders": None}
+        return {**super().__getstate__(), "_head": None, "_plan": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
 
     def _decode(self, item: memoryview, block: int) -> dict[str, Any]:
-        if self._decoders is None:
-            self._decoders = {
-                name: make_decoder(self._columns[name][0], self._decode_images)
-                for name in self.fields
-            }
-        spans, place = {}, 4 * sum(not size for _, size in self._columns.values())
-        head = np.frombuffer(item[:place], "<u4").tolist()[::-1]
-        for name, (_, size) in self._columns.items():
-            end = place + (size or head.pop())
-            spans[name] = item[place:end]
+        stored = iter(self._head.unpack_from(item))
+        place, spans = self._head.size, []
+        for size in self._sizes:
+            end = place + (size or next(stored))
+            spans.append(item[place:end])
             place = end
         if place != len(item):
             raise ValueError(f"its fields have {place} bytes, and the sample {len(item)}")
-        return {name: self._value(name, spans[name]) for name in self.fields}
+        return {name: value(spans[number]) for name, number, value in self._plan}
 
-    def _value(self, name: str, data: memoryview) -> Any:
-        assert self._decoders is not None
+    def _make_value(self, name: str) -> Decoder:
+        """Return a function from the bytes of a field to its value, after the transform."""
+        encoding = self._columns[name][0]
+        decoder = make_decoder(encoding, self._decode_images)
         transform = self._transforms.get(name)
         if transform is None:
-            return self._decoders[name](data)
-        if self._columns[name][0] in ("jpeg", "png") and self._decode_images:
-            return open_image(bytes(data), transform)
-        return transform(self._decoders[name](data))
+            return decoder
+        if encoding in ("jpeg", "png") and self._decode_images:
+            return lambda data: open_image(bytes(data), transform)
+        return lambda data: transform(decoder(data))
 
 
 def open_mds(
@@ -269,7 +279,7 @@ class _Array:
             end = place + 1 + num_dims * width
             shape = tuple(np.frombuffer(data[place + 1 : end], f"<u{width}").tolist())
             place = end
-        return np.array(np.frombuffer(data[place:], dtype).reshape(shape))
+        return np.array(np.frombuffer(data, dtype, offset=place).reshape(shape))
 
 
 class _ImageList:
