@@ -28,6 +28,8 @@ ASKED = [
     *((software, name) for name in ("torch_build", "numpy_version", "has_gpu_context")),
     *((software, name) for name in ("is_notebook", "environment", "start_method")),
     (gpu, "find_gpus"),
+    (host, "is_gil_enabled"),
+    (software, "gil_enabled_by"),
 ]
 
 

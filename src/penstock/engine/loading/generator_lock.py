@@ -6,11 +6,15 @@ shared()      any number of threads run samples that do not draw from the global
 Samples that have not drawn so far can run concurrently, because no thread sets a generator during
 that time. If one does draw, its run is loaded again under the exclusive lock.
 
+The generators belong to the process, so all thread pools share one lock. A pool that is created
+inside a sample has a lock of its own, because that sample holds the shared one until it returns.
+
 Tested by ``tests/integration/engine/parent/test_thread_pool.py``.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +37,7 @@ class GeneratorLock:
             self._changed.wait_for(lambda: not self._is_exclusive and not self._num_shared)
             self._is_exclusive = True
         try:
-            with preserved_generators(), watching_state_reads():
+            with _holding(), preserved_generators(), watching_state_reads():
                 yield
         finally:
             with self._changed:
@@ -47,9 +51,45 @@ class GeneratorLock:
             self._changed.wait_for(lambda: not self._is_exclusive)
             self._num_shared += 1
         try:
-            with watching_state_reads():
+            with _holding(), watching_state_reads():
                 yield
         finally:
             with self._changed:
                 self._num_shared -= 1
                 self._changed.notify_all()
+
+
+class _Held(threading.local):
+    count = 0
+
+
+_held = _Held()
+"""The number of locks that this thread holds."""
+
+
+@contextmanager
+def _holding() -> Iterator[None]:
+    _held.count += 1
+    try:
+        yield
+    finally:
+        _held.count -= 1
+
+
+_shared_lock = GeneratorLock()
+
+
+def lock_for_pool() -> GeneratorLock:
+    """Return the lock for a new pool: the shared one, or a new one inside a sample."""
+    return GeneratorLock() if _held.count else _shared_lock
+
+
+def abandon(lock: GeneratorLock) -> None:
+    """Give later pools a new lock, because a thread that does not return may hold this one."""
+    global _shared_lock
+    if lock is _shared_lock:
+        _shared_lock = GeneratorLock()
+
+
+if hasattr(os, "register_at_fork"):  # a thread may hold the lock, and is missing in the child
+    os.register_at_fork(after_in_child=lambda: abandon(_shared_lock))

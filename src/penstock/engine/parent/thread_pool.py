@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.engine.loading.generator_lock import GeneratorLock
+from penstock.engine.loading.generator_lock import abandon, lock_for_pool
 from penstock.engine.memory.messages import PASS_CELL, STOP, ParentMessage, WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.launcher import Process
@@ -57,7 +57,7 @@ class ThreadPool:
         self._replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._leases: list[queue.SimpleQueue[list[ParentMessage] | None]] = []
         self.processes: list[Process] = []
-        generator_lock = GeneratorLock() if task.per_sample else None
+        self._generator_lock = lock_for_pool() if task.per_sample else None
         objects = {**objects, "init_error": _call_init(objects.get("worker_init_fn"), num_workers)}
         for number in range(num_workers):
             leases: queue.SimpleQueue[list[ParentMessage] | None] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class ThreadPool:
                 leases=leases,
                 replies=self._replies,
                 cells=cells,
-                generator_lock=generator_lock,
+                generator_lock=self._generator_lock,
             )
             thread = WorkerThread(
                 target=run,
@@ -110,6 +110,8 @@ class ThreadPool:
         for thread in self.processes:
             if thread is not here:  # the garbage collector may run in one of them
                 thread.join(max(0.0, limit - time.monotonic()))
+                if thread.is_alive() and self._generator_lock is not None:
+                    abandon(self._generator_lock)
         living_pools.discard(self)
 
 

@@ -94,6 +94,52 @@ def test_samples_of_every_generator_have_the_same_bits_in_threads() -> None:
     assert_same(epoch(num_workers=3, pool="thread"), epoch())
 
 
+def test_two_loaders_whose_threads_draw_at_the_same_time_keep_their_bits() -> None:
+    def load(index: int) -> tuple[int, float, float]:
+        first = random.random()
+        time.sleep(0.001)  # the threads of the other loader run meanwhile
+        return index, first, random.random()
+
+    def make(seed: int, **arguments: Any) -> DataLoader[Any]:
+        return DataLoader(Samples(load, 60), batch_size=4, seed=seed, **arguments)
+
+    pairs = list(zip(*(make(seed, num_workers=2, pool="thread") for seed in (1, 2)), strict=True))
+    for place, seed in enumerate((1, 2)):
+        assert_same([pair[place] for pair in pairs], collect(make(seed)))
+
+
+def test_a_loader_with_threads_inside_a_sample_of_another_loads() -> None:
+    def load(index: int) -> tuple[float, float]:
+        inner = DataLoader(
+            Samples(lambda i: random.random(), 3), num_workers=1, pool="thread", seed=index
+        )
+        return random.random(), sum(float(batch) for batch in inner)
+
+    def epoch(**arguments: Any) -> list[Any]:
+        return collect(DataLoader(Samples(load, 8), batch_size=2, seed=5, **arguments))
+
+    assert_same(epoch(num_workers=2, pool="thread", timeout=100), epoch())
+
+
+def test_a_thread_that_never_returns_blocks_no_later_loader() -> None:
+    stuck = threading.Event()
+
+    def hang(index: int) -> float:
+        if index == 5:
+            stuck.wait(200)
+        return random.random()
+
+    loader = DataLoader(Samples(hang, 12), batch_size=2, num_workers=1, pool="thread", timeout=0.5)
+    with pytest.raises(RuntimeError, match="W02"):
+        list(loader)
+    after = DataLoader(Samples(lambda i: random.random(), 4), num_workers=1, pool="thread", seed=1)
+    try:
+        assert len(list(after)) == 4
+        assert not stuck.is_set()  # control: the thread is still in its sample
+    finally:
+        stuck.set()
+
+
 def test_one_alone_waits_for_those_together_and_the_other_way_round() -> None:
     gate, seen = GeneratorLock(), []
 
