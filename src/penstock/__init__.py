@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.engine.memory.shared_dict import SharedDict as SharedDict
     from penstock.engine.memory.shared_list import SharedList as SharedList
     from penstock.engine.parent.replay import replay as replay
+    from penstock.engine.pickling.reopenable import reopenable as reopenable
     from penstock.images.crops import CenterCrop as CenterCrop
     from penstock.images.crops import Compose as Compose
     from penstock.images.crops import RandomHorizontalFlip as RandomHorizontalFlip
@@ -75,6 +76,7 @@ _HOMES = {
     "plan": "penstock.planning.decisions",
     "rng": "penstock.order.rng",
     "replay": "penstock.engine.parent.replay",
+    "reopenable": "penstock.engine.pickling.reopenable",
     "seed_all": "penstock.order.seeding",
     "seeded": "penstock.order.seeding",
     "split": "penstock.order.split",

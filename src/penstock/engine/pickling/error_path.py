@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import CodeType, FunctionType, GeneratorType
 from typing import Any
 
-from penstock.engine.pickling.handles import is_handle
+from penstock.engine.pickling.handles import is_handle, remedy_for
 from penstock.engine.pickling.process_bound import is_suspect, why_bound
 from penstock.errors import CannotTravel
 from penstock.user_objects import own_attributes
@@ -149,6 +149,9 @@ def _remedy(path: str, part: Any, reason: str) -> str:
             f"a class whose __iter__ creates the generator, instead of {path}, so that each worker "
             "and epoch starts a new one. DataLoader(..., pool='thread') needs no pickling."
         )
+    line = None if part is None else remedy_for(part, path)
+    if line is not None:
+        return line
     return (
         f"create it on first use in the worker: keep {path} = None in __init__ and set it in "
         "__getitem__, or exclude it in __getstate__. DataLoader(..., pool='thread') needs no "

@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.engine.pickling import databases
+from penstock.engine.pickling import databases, libraries
 from penstock.engine.pickling.memmaps import MemmapReducer
+from penstock.engine.pickling.reopenable import opening_call, reopen
 
 _MAX_TEXT_BYTES = 64 << 20
 """Text files up to this size are searched for carriage returns. Takes 0.25 s, uncached."""
@@ -32,6 +33,9 @@ _MODULES = {
     "Group": "h5py",
     "Dataset": "h5py",
     "Environment": "lmdb",
+    "OSFile": "pyarrow.lib",
+    "MemoryMappedFile": "pyarrow.lib",
+    "BufferReader": "pyarrow.lib",
 }
 """Classes of open handles, and their modules."""
 
@@ -49,7 +53,9 @@ class HandleReducer:
             "sqlite3": lambda connection: databases.reduce_sqlite(connection, self.notes),
             "h5py": hdf5.reduce,
             "lmdb": databases.reduce_lmdb,
+            "pyarrow.lib": libraries.reduce_arrow_file,
         }
+        self._is_rejected: dict[type, bool] = {}
 
     def reduce(self, obj: Any) -> tuple[Any, ...] | None:
         """Return a reduce value that reopens the handle. None for objects pickled as usual.
@@ -57,31 +63,70 @@ class HandleReducer:
         Raises:
             TypeError: The object is a handle that cannot be reopened.
         """
-        if issubclass(type(obj), io.IOBase):
-            return _reduce_file(obj) if _is_open_file(obj) else None
-        module = _module_of(obj)
+        kind = type(obj)
+        module = _module_of_class(kind)
         if module is not None:
             return self._reducers[module](obj)
+        if issubclass(kind, io.IOBase):
+            if libraries.is_fsspec_file(kind):
+                return libraries.reduce_fsspec_file(obj)
+            return _reduce_file(obj) if _is_open_file(obj) else None
+        if kind not in self._is_rejected:
+            self._is_rejected[kind] = libraries.find_rejected(kind) is not None
+        if self._is_rejected[kind]:
+            raise TypeError(_why_rejected(kind))
         return self._memmaps.reduce(obj)
+
+
+def reduce_reopenable(obj: Any) -> tuple[Any, ...] | None:
+    """Return a reduce value for a handle opened with ``penstock.reopenable``, else None."""
+    call = opening_call(obj)
+    return None if call is None else (reopen, tuple(call))
 
 
 def is_handle(obj: Any) -> bool:
     """Return True for an open handle. Errors name the handle, not an object inside it."""
-    is_file = issubclass(type(obj), io.IOBase)
-    return _is_open_file(obj) if is_file else _module_of(obj) is not None
+    kind = type(obj)
+    if issubclass(kind, io.IOBase):
+        return _is_open_file(obj)
+    return _module_of_class(kind) is not None or libraries.find_rejected(kind) is not None
+
+
+def is_shared_by_forks(obj: Any) -> bool:
+    """Return True for an open handle whose position forked workers would share."""
+    if issubclass(type(obj), io.IOBase):  # pyarrow's files count as such
+        is_open = is_handle(obj) and not obj.closed and bool(obj.readable())
+        return is_open and not libraries.has_own_position(type(obj))
+    rejected = libraries.find_rejected(type(obj))
+    return is_handle(obj) if rejected is None else rejected[1].shares_position
 
 
 def is_handle_class(kind: type) -> bool:
     """Return True if instances of this class are handles."""
-    return issubclass(kind, io.IOBase) or _module_of_class(kind) is not None
+    is_known = issubclass(kind, io.IOBase) or _module_of_class(kind) is not None
+    return is_known or libraries.find_rejected(kind) is not None
 
 
-def _module_of(obj: Any) -> str | None:
-    """Return the module of an archive or database handle, or None."""
-    return _module_of_class(type(obj))
+def remedy_for(obj: Any, path: str) -> str | None:
+    """Return the line to paste for a handle that is always rejected, else None.
+
+    Args:
+        path: The attribute that holds it, such as ``dataset.video``.
+    """
+    rejected = libraries.find_rejected(type(obj))
+    return None if rejected is None else rejected[1].remedy.format(path=path)
+
+
+def _why_rejected(kind: type) -> str:
+    found = libraries.find_rejected(kind)
+    assert found is not None
+    name, rejected = found
+    article = "an" if name[0] in "AEIO" else "a"
+    return f"{article} {name} {rejected.reason}"
 
 
 def _module_of_class(kind: type) -> str | None:
+    """Return the module of the class of an archive, database or pyarrow file, or None."""
     name = kind.__name__
     module = _MODULES.get(name)
     is_of_it = module is not None and kind is getattr(sys.modules.get(module), name, None)

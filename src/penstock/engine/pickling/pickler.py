@@ -32,7 +32,11 @@ from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.pickling import reducers
 from penstock.engine.pickling.by_value import ByValueModules
 from penstock.engine.pickling.dynamic_attributes import computes_attributes, reduce_by_class
-from penstock.engine.pickling.handles import HandleReducer, is_handle_class
+from penstock.engine.pickling.handles import (
+    HandleReducer,
+    is_handle_class,
+    reduce_reopenable,
+)
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 from penstock.engine.pickling.reloads import count_reloads
 from penstock.engine.pickling.unpickling import InheritedFd
@@ -138,6 +142,9 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 if obj.numel() * obj.element_size() >= LARGE_BYTES:
                     self.large_tensors.append(obj)
                 return reduced
+        reopened = reduce_reopenable(obj)
+        if reopened is not None:
+            return reopened
         is_suspected, is_dynamic = self._classes.get(kind) or self._classify(kind)
         if is_suspected:
             self._refuse_bound(obj)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.engine.pickling.handles import is_handle
+from penstock.engine.pickling.handles import is_handle, is_shared_by_forks
 from penstock.order.object_walk import ObjectWalk
 from penstock.user_objects import probe
 
@@ -103,10 +103,9 @@ def find_inherited(objects: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_end_of_walk(value: Any) -> bool:
     is_closed = issubclass(type(value), (io.IOBase, logging.Logger))
-    return is_closed or _is_shared_by_forks(value) or bool(connections_of_queue(value))
+    is_end = is_closed or is_handle(value) or _is_shared_by_forks(value)
+    return is_end or bool(connections_of_queue(value))
 
 
 def _is_shared_by_forks(value: Any) -> bool:
-    if issubclass(type(value), io.IOBase):
-        return is_handle(value) and not value.closed and value.readable()
-    return is_handle(value) or (is_suspect(type(value)) and bool(why_bound(value)))
+    return is_shared_by_forks(value) or (is_suspect(type(value)) and bool(why_bound(value)))
