@@ -4,6 +4,8 @@
 
 All integers are little-endian. A chunk is a block. It is memory-mapped, and its table of offsets is
 kept. Values are copies, so they do not change with the file.
+
+Tested by ``tests/unit/sources/test_mds_dataset.py``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
     TableReader.read_rows      a batch of numbers: rows are copied from the blocks into the slot
 
 A subclass says how a block is read.
+
+Tested by ``tests/unit/sources/test_parquet_dataset.py``.
 """
 
 from __future__ import annotations
