@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 NUM_MIXED = 16
 """Number of blocks that the block order of a reader shuffles together."""
+_NUM_TOUCHED = 2 * NUM_MIXED
+_WHOLE_FROM, _WHOLE_SHARE = 4, 8
+"""See :class:`BlockTouches`."""
 
 
 class BlockDataset(Protocol):
@@ -244,6 +247,37 @@ class BlockCache:
             while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
                 _, (_, removed) = self._blocks.popitem(last=False)
                 self._num_bytes -= removed
+
+
+class BlockTouches:
+    """How many samples of each block were wanted recently, to decide when to read blocks whole.
+
+    A block is read whole once 4 of its samples and an 8th of them were wanted, while few other
+    blocks were. A block order does so soon, and a random order over many blocks seldom does.
+
+    Example:
+        >>> touches = BlockTouches()
+        >>> [touches.add(7, num_rows=2, num_samples=32) for _ in range(3)]
+        [False, True, False]
+    """
+
+    def __init__(self) -> None:
+        self._touched: OrderedDict[int, int] = OrderedDict()
+        self._mutex = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockTouches, ()
+
+    def add(self, block: int, num_rows: int, num_samples: int) -> bool:
+        """Note that samples of a block are wanted. Returns True if it should be read whole."""
+        with self._mutex:
+            num_rows += self._touched.pop(block, 0)
+            if num_rows >= max(_WHOLE_FROM, num_samples // _WHOLE_SHARE):
+                return True
+            self._touched[block] = num_rows
+            if len(self._touched) > _NUM_TOUCHED:
+                self._touched.popitem(last=False)
+            return False
 
 
 def count_bytes(content: Any) -> int:

@@ -1,20 +1,21 @@
-"""Lance datasets, read by Lance's own ``take``. A fragment is a block.
+"""Lance datasets, read by Lance's own ``take``. A block is a few MiB of rows of a fragment.
 
-A batch is one call of ``take``, whatever fragments its rows are in. The version that was opened is
-read until the dataset is opened again. Each process opens the dataset for itself.
+Rows of blocks that are wanted often, as in the block order, are taken from the whole block, which
+is read at once: a row of 12 KB then takes 7 microseconds instead of 35 to 47. All other rows of a
+batch are one call of ``take``. The version that was opened is read until the dataset is opened
+again. Each process opens the dataset for itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from penstock.engine.memory.batch_layout import LayoutError
 from penstock.errors import BadStore, Damaged, MissingExtra
-from penstock.sources.blocks import resolve_index
+from penstock.sources.blocks import BlockTouches, resolve_index
 from penstock.sources.parquet_dataset import join_chunks
 from penstock.sources.table_files import TableFiles, describe, open_error
 from penstock.sources.table_reader import (
@@ -26,6 +27,10 @@ from penstock.sources.table_reader import (
     copy_rows,
     make_columns,
 )
+
+_BLOCK_BYTES = 4 << 20
+_MAX_ROWS = 4096
+"""Limits of a block: bytes in the files, all columns together, and rows."""
 
 
 class LanceDataset(TableReader):
@@ -48,9 +53,10 @@ class LanceDataset(TableReader):
         self._path = path
         self._version = version
         self._opened: tuple[int, Any] | None = None
+        self._touches = BlockTouches()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_opened": None}
+        return {**super().__getstate__(), "_opened": None, "_touches": BlockTouches()}
 
     def _dataset(self) -> Any:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -66,7 +72,8 @@ class LanceDataset(TableReader):
             arrays = {name: join_chunks(table.column(name)) for name in self._fields}
             if table.num_rows != len(places):
                 raise ValueError(f"{table.num_rows} rows instead of {len(places)}")
-            return BlockColumns(make_columns(arrays, self._fields, decode=self._decode), 0)
+            columns = make_columns(arrays, self._fields, decode=self._decode)
+            return BlockColumns(columns, table.nbytes)
         except (BadStore, MissingExtra):
             raise
         except Exception as error:
@@ -78,25 +85,41 @@ class LanceDataset(TableReader):
                 path=self._path,
             ) from None
 
+    def _read_block(self, block: int) -> BlockColumns:
+        first, end = self._block_starts[block : block + 2].tolist()
+        return self._rows(list(range(first, end)))
+
+    def _parts(self, places: np.ndarray) -> Iterator[tuple[BlockColumns, np.ndarray, np.ndarray]]:
+        """Yield columns, the rows of them that are wanted, and their positions in ``places``."""
+        blocks = self._block_starts.searchsorted(places, side="right") - 1
+        cache, rest = self._cached_blocks(), []
+        for block in np.unique(blocks).tolist():
+            here = np.flatnonzero(blocks == block)
+            if block in cache or self._touches.add(block, len(here), self._blocks[block].num_rows):
+                yield self._block(block), places[here] - self._block_starts[block], here
+            else:
+                rest.append(here)
+        if rest:
+            here = np.concatenate(rest)
+            here = here[np.argsort(places[here])]  # rows in order are faster to take
+            yield self._rows(places[here].tolist()), np.arange(len(here)), here
+
     def _take(self, block: int, rows: list[int]) -> list[Any]:
         start = int(self._block_starts[block])
         return self._many([start + row for row in rows])
 
     def _many(self, indices: Sequence[int]) -> list[Any]:
-        places = [resolve_index(index, len(self)) for index in indices]
-        if not places:
-            return []
-        content = self._rows(places)
-        return [self._sample(content, row) for row in range(len(places))]
+        places = np.array([resolve_index(index, len(self)) for index in indices], np.int64)
+        samples: list[Any] = [None] * len(places)
+        for content, rows, here in self._parts(places):
+            for row, place in zip(rows.tolist(), here.tolist(), strict=True):
+                samples[place] = self._sample(content, row)
+        return samples
 
     def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
-        columns = self._rows(index.tolist()).columns
-        every = np.arange(len(index))
-        for target, (name, column) in zip(out, columns.items(), strict=True):
-            rows = column.rows()
-            if rows is None or rows.shape[1:] != self._first_shapes()[name]:
-                raise LayoutError
-            copy_rows(rows, every, target, every)
+        for content, rows, here in self._parts(index):
+            for target, (name, column) in zip(out, content.columns.items(), strict=True):
+                copy_rows(self._rows_of(name, column), rows, target, here)
 
 
 def open_lance(
@@ -121,14 +144,33 @@ def open_lance(
     dataset = open_lance_dataset(path, version)
     try:
         schema, found = dataset.schema, int(dataset.version)
-        counts = [fragment.count_rows() for fragment in dataset.get_fragments()]
+        fragments = [(one, one.count_rows()) for one in dataset.get_fragments()]
     except Exception as error:
         raise open_error(path, error) from None
     found_schema = TableSchema(columns)
-    found_schema.add(path, schema, has_rows=any(counts))
-    blocks = [TableBlock(0, number, count) for number, count in enumerate(counts) if count]
+    found_schema.add(path, schema, has_rows=any(count for _, count in fragments))
+    blocks = [
+        block
+        for number, (fragment, count) in enumerate(fragments)
+        for block in _split_fragment(number, count, _count_bytes(path, fragment))
+    ]
     fields = found_schema.fields
     return LanceDataset(path, found, blocks, fields, decode=decode, transforms=transforms)
+
+
+def _count_bytes(path: str, fragment: Any) -> int:
+    """Return the size of a fragment's files, or 0 if they are not local."""
+    names = [os.path.join(path, "data", file.path) for file in fragment.data_files()]
+    return sum(os.path.getsize(name) for name in names if os.path.exists(name))
+
+
+def _split_fragment(number: int, num_rows: int, num_bytes: int) -> Iterator[TableBlock]:
+    """Yield the blocks of a fragment."""
+    row_bytes = max(1, num_bytes // max(1, num_rows))
+    step = max(1, min(_MAX_ROWS, _BLOCK_BYTES // row_bytes))
+    for first in range(0, num_rows, step):
+        count = min(step, num_rows - first)
+        yield TableBlock(0, number, count, count * row_bytes)
 
 
 def _find_manifest(path: str, version: int) -> list[str]:

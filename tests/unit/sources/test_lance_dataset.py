@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from penstock.errors import BadArgument, BadStore, Damaged, MissingExtra
+from penstock.sources.lance_dataset import LanceDataset
 
 pa: Any = pytest.importorskip("pyarrow")
 lance: Any = pytest.importorskip("lance")
@@ -121,3 +122,28 @@ def test_the_install_line_is_named_if_lance_is_missing(
     monkeypatch.setitem(__import__("sys").modules, "lance", None)
     with pytest.raises(MissingExtra, match=r"penstock\[lance\]"):
         penstock.open_dataset(path)
+
+
+def test_the_block_order_reads_whole_blocks_and_a_random_order_single_rows(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "set.lance")
+    lance.write_dataset(make_table(400), path, max_rows_per_file=8)
+    taken: list[int] = []
+    original = LanceDataset._rows
+
+    def note(self: Any, places: list[int]) -> Any:
+        taken.append(len(places))
+        return original(self, places)
+
+    monkeypatch.setattr(LanceDataset, "_rows", note)
+    data = penstock.open_dataset(path, columns=["n"])
+    order = data.block_order(seed=1, num_mixed=2)
+    loader = penstock.DataLoader(data, batch_size=8, sampler=order)
+    assert sorted(n for batch in loader for n in batch["n"].tolist()) == list(range(400))
+    assert taken.count(8) > 40
+    taken.clear()
+    data = penstock.open_dataset(path, columns=["n"])
+    loader = penstock.DataLoader(data, batch_size=2, shuffle=True, seed=1)
+    assert sorted(n for batch in loader for n in batch["n"].tolist()) == list(range(400))
+    assert taken.count(8) < 10
