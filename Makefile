@@ -16,13 +16,14 @@ OTHERS = $(addprefix tests/,compat gpu property)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
-	env-core env-vision env-legacy test-core test-vision test-legacy \
+	env-core env-vision env-legacy env-formats test-core test-vision test-legacy test-formats \
 	test-integration test-faults test-repo test-others test-unit test-python314 test-windows
 
 help:
 	@echo 'make demo    train a small model through the loader'
 	@echo 'make test    all test legs without slow tests: core, vision, legacy (one: make test-core)'
 	@echo 'make test-all  every leg there is, with the slow tests'
+	@echo 'make test-formats  tests with the libraries of other formats (downloads about 1 GB)'
 	@echo 'make test-python314  tests that depend on the version of Python, with Python 3.14'
 	@echo 'make test-windows  tests with Windows Python under Wine (needs root and a Debian apt)'
 	@echo 'make check   format, lint, types, layers, spelling'
@@ -73,7 +74,7 @@ coverage: env-core
 clean:
 	@if grep -qs ' $(CURDIR)/build' /proc/mounts; then \
 		echo 'clean: something is mounted under build; unmount it first' >&2; exit 1; fi
-	rm -rf .venv .venv-vision .venv-legacy .venv-314 build dist
+	rm -rf .venv .venv-vision .venv-legacy .venv-314 .venv-formats build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -104,6 +105,9 @@ test-vision: env-vision
 test-legacy: env-legacy
 	@.venv-legacy/bin/python tools/run_pytest.py legacy -m "legacy$(NOT_SLOW)" tests $(ARGS)
 
+test-formats: env-formats
+	@.venv-formats/bin/python tools/run_pytest.py formats -m "formats$(NOT_SLOW)" tests $(ARGS)
+
 # Python 3.14, or Debian's. Builds .venv-314 on first use.
 test-python314: env-core
 	@tools/python314_leg.sh test $(ARGS)
@@ -115,6 +119,7 @@ test-windows:
 env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:
 env-legacy: .venv-legacy/.ready ; @:
+env-formats: .venv-formats/.ready ; @:
 
 .venv/.ready: requirements/core.txt requirements/docs.txt constraints/core.txt $(BUILD_INPUTS)
 	@tools/make_env.sh core .venv 3.11 3.10+
@@ -124,3 +129,6 @@ env-legacy: .venv-legacy/.ready ; @:
 
 .venv-legacy/.ready: requirements/legacy.txt constraints/legacy.txt $(BUILD_INPUTS)
 	@tools/make_env.sh legacy .venv-legacy 3.10
+
+.venv-formats/.ready: requirements/formats.txt constraints/formats.txt $(BUILD_INPUTS)
+	@tools/make_env.sh formats .venv-formats 3.11 3.11+

@@ -13,7 +13,8 @@ set -u
 make=${MAKE:-make}
 parts="integration faults repo vision legacy others unit"
 # Only in make test-all. A leg that cannot run here writes the reason to the file $SKIP_NOTE.
-[ -z "${SLOW:-}" ] || parts="python314 $parts"
+# The environment of formats is built last, so its tests come last.
+[ -z "${SLOW:-}" ] || parts="python314 $parts formats"
 notes=$(mktemp -d)
 : >"$notes/summary"
 
@@ -27,7 +28,7 @@ run_lane() {
 # run_part PART: waits for its environment (see below), runs it and records the outcome.
 run_part() {
     case $1 in
-    vision | legacy) name=$1 env_log=$notes/env-$1 ;;
+    vision | legacy | formats) name=$1 env_log=$notes/env-$1 ;;
     python314) name=$1 env_log=/dev/null ;;
     *) name="core: $1" env_log=/dev/null ;;
     esac
@@ -65,6 +66,7 @@ fi
     tools/install_browser.sh
     prepare vision
     if "$has_legacy"; then prepare legacy; fi
+    [ -z "${SLOW:-}" ] || prepare formats
 } &
 setup=$!
 trap 'kill "$setup" 2>/dev/null; rm -rf "$notes"' EXIT

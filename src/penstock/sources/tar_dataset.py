@@ -278,7 +278,7 @@ class TarDataset(BlockReader):
                     f"sample {self._number(span, row)} has no field {name!r}",
                     where=self._where(span, row),
                     likely="the samples do not all have the same fields.",
-                    remedy="choose fields that all samples have, or bad_samples='skip'",
+                    remedy="choose fields that all samples have, or load with on_error='skip'",
                 )
         return {name: values[name] for name in self._columns}
 
