@@ -18,8 +18,8 @@ The four parts are what happened, where, the likely cause, and a remedy to paste
     +-- DeviceFailed       [G02]  also the type torch raised: a batch was not copied to the GPU
     +-- BadTrace           [L01]  also ValueError: a file is not a Penstock trace, or is damaged
     +-- BadState           [R01]  also ValueError: not a loader state, or from a different loader
-    +-- BadStore           [F01]  also ValueError: not a packed set, or one that cannot be opened
-    +-- Damaged            [F02]  also OSError: bytes of a packed set have changed
+    +-- BadStore           [F01]  also ValueError: not a dataset, or one that cannot be opened
+    +-- Damaged            [F02]  also OSError: bytes of a dataset have changed, or are invalid
     +-- CannotPack         [F03]  also ValueError: a sample or field cannot be stored when packing
     +-- CannotWrite        [F04]  also OSError: disk full, no permission, or no such folder
     +-- AlreadyThere       [F05]  also FileExistsError: writing would overwrite existing data
@@ -242,13 +242,13 @@ class BadState(PenstockError, ValueError):
 
 
 class BadStore(PenstockError, ValueError):
-    """A path has no packed set, or one that is unfinished, invalid, or of a newer version."""
+    """A path has no dataset, or one that is unfinished, invalid, or of a newer version."""
 
     code = "F01"
 
 
 class Damaged(PenstockError, OSError):
-    """Bytes of a packed set have changed since it was written."""
+    """Bytes of a dataset have changed since it was written or opened, or are invalid."""
 
     code = "F02"
 

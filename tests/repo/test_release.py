@@ -119,7 +119,9 @@ def test_no_pickle_is_in_the_modules_of_packed_sets() -> None:
     pickles = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     found = {path.name: imports_of(path) & pickles for path in (SOURCE / "sources").rglob("*.py")}
     assert len(found) > 10
-    assert {name: names for name, names in found.items() if names} == {}
+    # Readers of other formats unpickle fields, with allow_pickle=True only.
+    others = {"litdata_leaves.py", "mds_dataset.py", "member_decoders.py"}
+    assert {name for name, names in found.items() if names} == others
     assert imports_of(SOURCE / "engine" / "parent" / "fork_server.py") & pickles  # control
 
 
