@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,7 @@ class Mixture:
         self._changes = changes
         self._stop = stop
         self._num_positions = length
-        self._ends = np.array(self.cumulative_sizes, dtype=np.int64)
+        self._takes_batches = all(callable(probe(one, "__getitems__")) for one in self.datasets)
         for _, weights in changes:
             self._check_weights(weights)
 
@@ -159,9 +160,8 @@ class Mixture:
     @property
     def __getitems__(self) -> Callable[[Sequence[int]], list[Any]]:
         """Present only if every source has it, because a loader then sets one seed per batch."""
-        for source in self.datasets:
-            if not callable(probe(source, "__getitems__")):
-                raise AttributeError("__getitems__")
+        if not self._takes_batches:
+            raise AttributeError("__getitems__")
         return self._get_many
 
     def _get_many(self, indices: Sequence[int]) -> list[Any]:
@@ -185,11 +185,12 @@ class Mixture:
             >>> mixture.locate(4), mixture[4]
             ((1, 1), 'e')
         """
+        index, length = int(index), self.cumulative_sizes[-1]
         if index < 0:
-            index += len(self)
-        check_index(index, len(self))
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        return source, int(index) - int(self._ends[source]) + self.lengths[source]
+            index += length
+        check_index(index, length)
+        source = bisect_right(self.cumulative_sizes, index)
+        return source, index - self.cumulative_sizes[source] + self.lengths[source]
 
     def order(self, *, shuffle: bool = False, **options: Unpack[OrderOptions]) -> MixtureOrder:
         """Return the order of the mixture, as ``sampler=`` of any DataLoader.
@@ -251,7 +252,7 @@ class MixtureOrder(Order):
         'abxcdeyfghza'
         >>> order = mixture.order(shuffle=True, seed=0, batch_size=4)
         >>> "".join(mixture[index] for index in order)
-        'gaedzcbyfhhf'
+        'fegcydhxahbd'
         >>> order.counts(12)
         {'0': 10, '1': 2}
     """
@@ -352,7 +353,7 @@ class MixtureOrder(Order):
         return lambda: self.counts(state.start + state.num_batches * self._group)
 
     def position_of(self, index: int) -> int:
-        """Return the first position of the epoch that has ``index``.
+        """Return the position of the epoch that has ``index``, in the first pass that does.
 
         Raises:
             BadArgument: The sample does not occur in this epoch.
