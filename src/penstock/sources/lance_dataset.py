@@ -37,6 +37,7 @@ class LanceDataset(TableReader):
     """Rows of a Lance dataset. See :func:`penstock.open_dataset`."""
 
     unit = "fragment"
+    plan_notes = ()  # rows that are not in the cache are taken without their block
 
     def __init__(
         self,

@@ -201,6 +201,18 @@ class TableReader(BlockReader):
 
     # -- order -----------------------------------------------------------------------------------
 
+    @property
+    def plan_notes(self) -> tuple[str, ...]:
+        """Note for ``loader.plan``, if the decoded blocks do not fit into the cache together."""
+        num_bytes = sum(one.num_bytes for one in self._blocks)
+        if num_bytes <= self.cache_bytes:
+            return ()
+        return (
+            f"decoded, the set has {num_bytes >> 20} MiB, and each process keeps "
+            f"{self.cache_bytes >> 20} MiB of it. With shuffle=True, a {self.unit} is decoded "
+            "again for nearly every sample. sampler=dataset.block_order(seed=0) decodes each once",
+        )
+
     def block_order(
         self, *, seed: int = 0, num_mixed: int | None = None, **keywords: Any
     ) -> BlockOrder:

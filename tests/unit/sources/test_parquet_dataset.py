@@ -131,6 +131,16 @@ def test_the_block_order_mixes_as_many_row_groups_as_fit(tmp_path: Any) -> None:
     assert data.block_order(num_mixed=2).num_mixed == 2
 
 
+def test_the_plan_says_when_a_random_order_decodes_row_groups_again(tmp_path: Any) -> None:
+    write_files(tmp_path, (100,))
+    assert penstock.open_dataset(tmp_path).plan_notes == ()
+    data = penstock.open_dataset(tmp_path, cache_bytes=1000)
+    (note,) = data.plan_notes
+    assert "a row group is decoded again" in note
+    loader = penstock.DataLoader(data, batch_size=5, shuffle=True)
+    assert any("block_order" in one for one in loader.plan.notes)
+
+
 def test_batches_of_numbers_are_gathered_and_equal_to_samples(tmp_path: Any) -> None:
     write_files(tmp_path)
     data = penstock.open_dataset(tmp_path, columns=["n", "half", "x"])
