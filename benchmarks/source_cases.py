@@ -58,6 +58,7 @@ def ours(dataset: Any, num_workers: int) -> Maker:
         sampler=dataset.block_order(seed=1),
         drop_last=True,
         num_workers=num_workers,
+        persistent_workers=num_workers > 0,
     )
 
 
@@ -101,7 +102,7 @@ def make_tuned_webdataset(folder: Path) -> Maker:
     def make() -> Any:
         data = wds.WebDataset(shards, shardshuffle=len(shards)).shuffle(2000).map(read_npy)
         data = data.batched(BATCH_SIZE, partial=False)
-        return wds.WebLoader(data, batch_size=None, num_workers=2)
+        return wds.WebLoader(data, batch_size=None, num_workers=2, persistent_workers=True)
 
     return make
 

@@ -83,7 +83,6 @@ def by_torch(dataset: Any, num_workers: int) -> Maker:
             drop_last=True,
             collate_fn=as_it_is,
             num_workers=num_workers,
-            multiprocessing_context="spawn" if num_workers else None,
         )
 
     return make
@@ -127,8 +126,14 @@ def hugging_face(pace: Pace) -> Case:
 
     def make(num_workers: int) -> Any:
         data = hf.load_from_disk(str(folder / "set")).with_format("torch")
-        options = {"shuffle": True, "drop_last": True, "num_workers": num_workers}
-        return TORCH(data, batch_size=BATCH_SIZE, **options)
+        return TORCH(
+            data,
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            drop_last=True,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+        )
 
     theirs: dict[str, Maker] = {
         "HF datasets, torch format, 2 workers": lambda: make(2),
@@ -142,7 +147,15 @@ def hugging_face(pace: Pace) -> Case:
 def mds(pace: Pace) -> Case:
     folder = make_folder() / "set"
     images = make_images(pace.num_images_in_memory)
-    theirs = {"MosaicML Streaming, 2 workers": make_mosaic(folder, images, BATCH_SIZE)}
+    make_mosaic(folder, images, BATCH_SIZE)
+
+    def make() -> Any:
+        own: Any = importlib.import_module("streaming")
+        rows = own.StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH_SIZE)
+        options = {"num_workers": 2, "persistent_workers": True, "drop_last": True}
+        return own.StreamingDataLoader(rows, batch_size=BATCH_SIZE, **options)
+
+    theirs: dict[str, Maker] = {"MosaicML Streaming, 2 workers": make}
     data = penstock.open_dataset(folder)
     return compare_readers("mds", "MosaicML MDS", data, theirs, pace, Target(bound=1))
 
@@ -150,7 +163,15 @@ def mds(pace: Pace) -> Case:
 def litdata(pace: Pace) -> Case:
     folder: Path = make_folder() / "set"
     images = make_images(pace.num_images_in_memory)
-    theirs = {"LitData, 2 workers": make_litdata(folder, images, BATCH_SIZE)}
+    make_litdata(folder, images, BATCH_SIZE)
+
+    def make() -> Any:
+        own: Any = importlib.import_module("litdata")
+        rows = own.StreamingDataset(str(folder), shuffle=True, drop_last=True)
+        options = {"num_workers": 2, "persistent_workers": True, "drop_last": True}
+        return own.StreamingDataLoader(rows, batch_size=BATCH_SIZE, **options)
+
+    theirs: dict[str, Maker] = {"LitData, 2 workers": make}
     data = penstock.open_dataset(folder)
     return compare_readers("litdata", "LitData", data, theirs, pace, Target(bound=1))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 
+import source_cases
+import source_tables
 from front import run
-from source_cases import CASES
 
 if __name__ == "__main__":
     question = "Compares open_dataset with the original reader of each format."
-    sys.exit(run("sources", question, CASES, sys.argv[1:]))
+    sys.exit(run("sources", question, {**source_cases.CASES, **source_tables.CASES}, sys.argv[1:]))

@@ -78,12 +78,16 @@ def make_column(array: Any, feature: Any = None, *, decode: bool = True) -> Colu
     storage = getattr(array, "storage", None)
     if storage is not None:  # an extension type, such as Array3D or FixedShapeTensor
         if shape is not None and hasattr(array, "to_numpy_ndarray") and not array.null_count:
-            return FixedRows(array.to_numpy_ndarray())
+            if getattr(array.type, "permutation", None) is not None:
+                return FixedRows(array.to_numpy_ndarray())
+            lists = _read_lists(storage)
+            if lists is not None:
+                return FixedRows(lists.values.reshape(len(array), *shape))
         array = storage
     if str(array.type) in _NUMBERS:
         if array.null_count:
             return _AnyValues(array)
-        return _Numbers(array.to_numpy(zero_copy_only=False))
+        return _Numbers(_read_numbers(array))
     if is_number_list(array.type):
         lists = _read_lists(array)
         if lists is None:
@@ -148,6 +152,21 @@ def _is_list(kind: Any) -> bool:
     return type(kind).__name__ in _LISTS
 
 
+def _read_numbers(array: Any) -> np.ndarray:
+    """Return the numbers of an array without nulls, as a view if possible.
+
+    ``array.to_numpy()`` would import pandas, which takes about a second in each worker.
+    """
+    dtype = np.dtype(_NUMBERS[str(array.type)])
+    data, first, count = array.buffers()[1], array.offset, len(array)
+    if data is None or not count:
+        return np.empty(0, dtype)
+    if dtype == np.bool_:
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        return bits[first : first + count].astype(np.bool_)
+    return np.frombuffer(data, dtype, count=count, offset=first * dtype.itemsize)
+
+
 class _Numbers(Column):
     """Numbers without nulls."""
 
@@ -184,7 +203,7 @@ class _Lists:
 
     def __init__(self, levels: list[np.ndarray], values: np.ndarray) -> None:
         self._levels = levels
-        self._values = values
+        self.values = values
 
     def rows(self) -> np.ndarray | None:
         """Return all lists as one array, or None if their shapes differ."""
@@ -194,7 +213,7 @@ class _Lists:
             if (np.diff(offsets) != size).any():
                 return None
             shape.append(size)
-        return self._values.reshape(shape)
+        return self.values.reshape(shape)
 
     def row(self, row: int) -> np.ndarray | None:
         """Return a copy of one list, or None if it is not rectangular."""
@@ -207,7 +226,7 @@ class _Lists:
                 return None
             shape.append(size)
             first, last = int(bounds[0]), int(bounds[-1])
-        return np.array(self._values[first:last].reshape(shape))
+        return np.array(self.values[first:last].reshape(shape))
 
 
 def _read_lists(array: Any) -> _Lists | None:
@@ -217,14 +236,16 @@ def _read_lists(array: Any) -> _Lists | None:
         if array.null_count:
             return None
         if hasattr(array, "offsets"):
-            offsets = array.offsets.to_numpy().astype(np.int64)
-            levels.append(offsets - offsets[0])
+            offsets = _read_numbers(array.offsets).astype(np.int64)
+            offsets = offsets if len(offsets) else np.zeros(1, np.int64)  # an array without lists
         else:
-            levels.append(np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size)
-        array = array.flatten()
+            offsets = (array.offset + np.arange(len(array) + 1)) * array.type.list_size
+        first, last = int(offsets[0]), int(offsets[-1])
+        levels.append(offsets - first)
+        array = array.values.slice(first, last - first)  # flatten() would import pyarrow.compute
     if array.null_count:
         return None
-    return _Lists(levels, array.to_numpy(zero_copy_only=False))
+    return _Lists(levels, _read_numbers(array))
 
 
 class _RaggedRows(Column):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ ARRAYS = [
     pa.array([[1, 2], None, [5, 6]], pa.list_(pa.uint8(), 2)),
     pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]], [[9, 0], [1, 2]]]),
     pa.array([[[1], [2]], [[3, 4], [5]], []]),
+    pa.array([[], [], []], pa.list_(pa.list_(pa.int64()))),
     pa.array([[True], [False], [True]]),
     pa.array([["a"], [], None]),
     pa.array([{"x": 1, "y": [1, 2]}, {"x": 2, "y": [3]}, None]),
@@ -62,6 +64,15 @@ def test_values_are_those_of_pyarrow(array: Any) -> None:
         one = array.slice(first)
         found = values_of(make_column(one), len(one))
         assert [plain(value) for value in found] == one.to_pylist()
+
+
+def test_pandas_and_pyarrow_compute_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take about a second in each worker."""
+    for name in ("pandas", "pyarrow.compute"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for array in ARRAYS:
+        make_column(array).value(0)
+        make_column(array).rows()
 
 
 def test_the_comparison_with_pyarrow_notices_a_wrong_row() -> None:
