@@ -33,7 +33,7 @@ from penstock.options import check_count, check_max_bad
 from penstock.order.interleave import MAX_TERM, Interleaving, first_true, slot_terms
 from penstock.order.keys import GOLDEN, MASK, MIX_STREAM, make_key, mix64, mix64_many
 from penstock.order.permutation import check_index, check_indices
-from penstock.order.samplers import Order
+from penstock.order.samplers import BlockOrder, Order
 from penstock.order.shuffle_many import place_in_shuffle, shuffle_many
 from penstock.user_objects import probe
 
@@ -61,6 +61,7 @@ def mix(
     weights_at: Mapping[int, Weights] | None = None,
     names: Sequence[str] | None = None,
     max_bad: float | Sequence[float | None] | None = None,
+    num_mixed: int | None = None,
 ) -> Mixture:
     """Combine datasets into one that a loader draws from in proportion to their weights.
 
@@ -83,6 +84,9 @@ def mix(
         max_bad: Most bad samples of each source in an epoch: one value for all sources, or a list.
             A count, or a fraction of the source's samples in the epoch. The loader's own
             ``max_bad`` limits the total.
+        num_mixed: Shuffle sources that are read in blocks (tar, Parquet, ...) in groups of this
+            many blocks, as :class:`penstock.BlockOrder` does. Each sample of a full shuffle would
+            read a block.
 
     Raises:
         BadArgument: A source, a weight or an option is invalid.
@@ -103,6 +107,7 @@ def mix(
         length=None if length is None else check_count("length", length, 1),
         names=numbers if names is None else _check_names(names, len(pairs)),
         max_bad=_check_budgets(max_bad, len(pairs)),
+        num_mixed=None if num_mixed is None else check_count("num_mixed", num_mixed, 1),
     )
 
 
@@ -126,6 +131,7 @@ class Mixture:
         length: int | None,
         names: list[str],
         max_bad: list[float | None],
+        num_mixed: int | None,
     ) -> None:
         self.datasets = list(datasets)
         self.names = names
@@ -133,6 +139,7 @@ class Mixture:
         self.cumulative_sizes: list[int] = np.cumsum(self.lengths, dtype=np.int64).tolist()
         self.max_bad = max_bad
         self.has_limits = any(limit is not None for limit in max_bad)
+        self.num_mixed = num_mixed
         self._changes = changes
         self._stop = stop
         self._num_positions = length
@@ -236,7 +243,8 @@ class Mixture:
         }
         if len(self.datasets) > FULL_FINGERPRINT or len(self._changes) > FULL_FINGERPRINT:
             lists = {name: _hash(values) for name, values in lists.items()}
-        return {"number": len(self.datasets), "stop": self._stop, **lists}
+        how = {} if self.num_mixed is None else {"num_mixed": self.num_mixed}
+        return {"number": len(self.datasets), "stop": self._stop, **how, **lists}
 
     def __repr__(self) -> str:
         return f"Mixture({len(self.datasets)} sources, {len(self)} samples)"
@@ -268,6 +276,13 @@ class MixtureOrder(Order):
         self._sequence = mixture.interleaving(self._group)
         self._lengths = np.array(mixture.lengths, dtype=np.int64)
         self._firsts = np.array(mixture.cumulative_sizes, dtype=np.int64) - self._lengths
+        self._has_blocks = np.array(
+            [
+                mixture.num_mixed is not None and probe(source, "block_starts") is not None
+                for source in mixture.datasets
+            ]
+        )
+        self._block_orders: dict[int, tuple[int, BlockOrder]] = {}
         super().__init__(mixture.num_positions(self._sequence), **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -301,10 +316,36 @@ class MixtureOrder(Order):
         passes = turns // lengths
         found = turns - passes * lengths
         if self.shuffle:
-            keys = mix64_many(np.uint64(self._key) + sources.astype(np.uint64) * np.uint64(GOLDEN))
-            found = shuffle_many(found, lengths, mix64_many(keys ^ passes.astype(np.uint64)))
+            found = self._shuffled(sources, passes, found)
         found += self._firsts[sources]
         return found.reshape(np.shape(positions))
+
+    def _shuffled(
+        self,
+        sources: npt.NDArray[np.int64],
+        passes: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        keys = mix64_many(np.uint64(self._key) + sources.astype(np.uint64) * np.uint64(GOLDEN))
+        keys = mix64_many(keys ^ passes.astype(np.uint64))
+        found = shuffle_many(places, self._lengths[sources], keys)
+        in_blocks = self._has_blocks[sources]
+        for key in np.unique(keys[in_blocks]) if in_blocks.any() else ():
+            (chosen,) = np.nonzero(in_blocks & (keys == key))
+            order = self._block_order(int(sources[chosen[0]]), int(key))
+            found[chosen] = order.at(places[chosen])
+        return found
+
+    def _block_order(self, source: int, key: int) -> BlockOrder:
+        """Return the order of one pass. Only that of the latest pass of a source is kept."""
+        known, order = self._block_orders.get(source, (None, None))
+        if order is None or known != key:
+            data, num_mixed = self.mixture.datasets[source], self.mixture.num_mixed
+            order = BlockOrder(
+                data, block_starts=data.block_starts, num_mixed=num_mixed or 1, seed=key
+            )
+            self._block_orders[source] = key, order
+        return order
 
     def _sorted_turns(
         self,
@@ -365,7 +406,7 @@ class MixtureOrder(Order):
         )
         for number in (first // length, first // length + 1):
             key = mix64(mix64(self._key + source * GOLDEN) ^ number & MASK)
-            inner = place_in_shuffle(place, length, key) if self.shuffle else place
+            inner = self._place_in_pass(source, place, key) if self.shuffle else place
             turn = number * length + inner
             if first <= turn < last:
                 return self._position_of_turn(source, turn)
@@ -374,6 +415,13 @@ class MixtureOrder(Order):
             f"epoch {self.epoch}",
             remedy="another epoch",
         )
+
+    def _place_in_pass(self, source: int, index: int, key: int) -> int:
+        length = self.mixture.lengths[source]
+        if not self._has_blocks[source]:
+            return place_in_shuffle(index, length, key)
+        order = self._block_order(source, key)
+        return int(np.flatnonzero(order.at(np.arange(length)) == index)[0])
 
     def _position_of_turn(self, source: int, turn: int) -> int:
         place = self._sequence.find_turn(source, turn) - self._first_term

@@ -327,6 +327,33 @@ def test_a_sample_is_replayed(shuffle: bool) -> None:
         penstock.replay(short, 0, 29)
 
 
+class InBlocks(Tagged):
+    @property
+    def block_starts(self) -> np.ndarray:
+        return np.array([0, 3, 10, 14, 20, 27, 31, 40])
+
+
+def test_sources_in_blocks_are_shuffled_by_groups_of_blocks() -> None:
+    pairs = [(InBlocks("a", 40), 1), (Tagged("b", 40), 1)]
+
+    def blocks_of(num_mixed: int | None) -> list[set[int]]:
+        mixture = penstock.mix(pairs, length=160, num_mixed=num_mixed)
+        loader = DataLoader(mixture, batch_size=8, shuffle=True, seed=2)
+        own = [index for name, index in read(loader) if name == "a"]
+        for first in (0, 40):  # two passes
+            assert len({*own[first : first + 40]}) == len(own[first : first + 40])
+        for index in (0, 17, 39, 41):
+            assert penstock.replay(loader, 0, index) == mixture[index]
+        starts = pairs[0][0].block_starts
+        found = (np.searchsorted(starts, own, side="right") - 1).tolist()
+        return [{*found[first : first + 6]} for first in range(0, 36, 6)]
+
+    assert max(map(len, blocks_of(1))) <= 3
+    assert max(map(len, blocks_of(None))) > 3
+    with pytest.raises(BadArgument, match="num_mixed=0"):
+        penstock.mix(pairs, num_mixed=0)
+
+
 def test_ten_thousand_sources_are_mixed() -> None:
     pairs = [(range(number % 50 + 1), number % 13) for number in range(10_000)]
     mixture = penstock.mix(pairs, length=30_000)
