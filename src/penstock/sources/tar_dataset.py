@@ -6,12 +6,13 @@ A sample is a dict: ``__key__``, and one entry for each file with this key, as i
 from __future__ import annotations
 
 import os
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from operator import lt
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -25,7 +26,12 @@ from penstock.sources.member_decoders import (
 )
 from penstock.sources.source_files import SourceFiles
 from penstock.sources.tar_headers import BLOCK
-from penstock.sources.tar_index import TarIndex, load_index, open_indexes
+from penstock.sources.tar_index import (
+    TarIndex,
+    encode_name,
+    load_index,
+    open_indexes,
+)
 
 KEY, URL = "__key__", "__url__"
 _NUM_TOUCHED = 2 * NUM_MIXED
@@ -42,6 +48,7 @@ class TarSpan(NamedTuple):
     first: int
     start: int
     data: memoryview
+    keys: list[bytes]
     first_fields: list[int]
     offsets: list[int]
     sizes: list[int]
@@ -52,11 +59,15 @@ class TarSpan(NamedTuple):
     def nbytes(self) -> int:
         return len(self.data) + 128 * len(self.offsets)
 
+    def key(self, row: int) -> str:
+        return self.keys[row].decode("utf-8", "surrogateescape")
+
 
 class FieldStep(NamedTuple):
     """How a field is decoded."""
 
     name: str
+    encoded: bytes
     decode: MemberDecoder
     transform: Callable[[Any], Any] | None
 
@@ -225,34 +236,42 @@ class TarDataset(BlockReader):
 
     def _read_span(self, archive: int, first: int, last: int) -> TarSpan:
         index = self._index(archive)
-        start, end = index.extent(first, last)
-        data = memoryview(self._files.read(archive, start, end - start))
-        first_fields = index.first_fields[first : last + 1].tolist()
+        try:
+            start, end = index.extent(first, last)
+            first_fields = index.first_fields[first : last + 1].tolist()
+            keys = index.keys(first, last)
+        except IndexError:
+            raise self._wrong_index(archive) from None
         fields = slice(first_fields[0], first_fields[-1])
-        return TarSpan(
-            archive,
-            first,
-            start,
-            data,
-            [one - first_fields[0] for one in first_fields],
-            index.offsets[fields].tolist(),
-            index.sizes[fields].tolist(),
-            index.checks[fields].tolist(),
-            index.names[fields].tolist(),
+        offsets, sizes = index.offsets[fields].tolist(), index.sizes[fields].tolist()
+        names = index.names[fields].tolist()
+        is_valid = (
+            0 <= start < end <= self._files.stamps[archive].size
+            and all(map(lt, first_fields, first_fields[1:]))
+            and len(names) == first_fields[-1] - first_fields[0]
+            and max(names) < len(index.field_names)
+            and min(offsets) >= start + BLOCK
         )
+        if not is_valid:
+            raise self._wrong_index(archive)
+        checks = index.find_checks(first_fields, sizes)
+        data = memoryview(self._files.read(archive, start, end - start))
+        rows = [one - first_fields[0] for one in first_fields]
+        return TarSpan(archive, first, start, data, keys, rows, offsets, sizes, checks, names)
 
     def _sample(self, span: TarSpan, row: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if self._columns is None:
-            values[KEY] = self._index(span.archive).key(span.first + row)
+            values[KEY] = span.key(row)
         steps = self._steps.get(span.archive) or self._make_steps(span.archive)
-        data, start = span.data, span.start
+        data, start, key = span.data, span.start, span.keys[row]
         for field in range(span.first_fields[row], span.first_fields[row + 1]):
             step = steps[span.names[field]]
             if step is None:
                 continue
             place = span.offsets[field] - start
-            if zlib.crc32(data[place - BLOCK : place]) != span.checks[field]:
+            check = crc32(data[place - BLOCK : place])
+            if crc32(key + step.encoded, check) != span.checks[field]:
                 raise self._wrong_header(span, row, field)
             try:
                 value = step.decode(data[place : place + span.sizes[field]])
@@ -270,7 +289,7 @@ class TarDataset(BlockReader):
             if name in values:
                 continue
             if name == KEY:
-                values[name] = self._index(span.archive).key(span.first + row)
+                values[name] = span.key(row)
             elif name == URL:
                 values[name] = self._files.paths[span.archive]
             else:
@@ -294,15 +313,24 @@ class TarDataset(BlockReader):
 
     def _make_step(self, name: str) -> FieldStep:
         transform = self._transforms.get(name)
+        encoded = encode_name(name)
         if not self._is_decoded:
-            return FieldStep(name, bytes, transform)
+            return FieldStep(name, encoded, bytes, transform)
         decoder = self._decoders.get(name)
         if decoder is None:
             decoder = make_decoder(name, transform, allow_pickle=self._allow_pickle)
             self._decoders[name] = decoder
-        return FieldStep(name, decoder, None if is_cropped_inside(name, transform) else transform)
+        rest = None if is_cropped_inside(name, transform) else transform
+        return FieldStep(name, encoded, decoder, rest)
 
     # -- errors ----------------------------------------------------------------------------------
+
+    def _wrong_index(self, archive: int) -> Damaged:
+        return Damaged(
+            f"the index of {self._files.paths[archive]} is damaged",
+            remedy=f"delete {self._index_paths[archive]} and open the dataset again",
+            path=self._files.paths[archive],
+        )
 
     def _wrong_header(self, span: TarSpan, row: int, field: int) -> Damaged:
         name = self._index(span.archive).field_names[span.names[field]]
@@ -311,7 +339,7 @@ class TarDataset(BlockReader):
             "indexed",
             where=self._where(span, row, span.offsets[field]),
             likely="the archive or its index was changed or damaged.",
-            remedy="delete the .penstock-index file and open the dataset again",
+            remedy=f"delete {self._index_paths[span.archive]} and open the dataset again",
             path=self._files.paths[span.archive],
         )
 
@@ -334,7 +362,7 @@ class TarDataset(BlockReader):
         return self._first_samples[span.archive] + span.first + row
 
     def _where(self, span: TarSpan, row: int, offset: int | None = None) -> str:
-        key = self._index(span.archive).key(span.first + row)
+        key = span.key(row)
         place = "" if offset is None else f", byte {offset}"
         return f"{self._files.paths[span.archive]}, key {key!r}{place}"
 

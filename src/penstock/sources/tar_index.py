@@ -2,12 +2,13 @@
 
 An index is a file of arrays, mapped when the dataset is opened. It lies beside the archive
 (``shard.tar.penstock-index``), or in the cache folder if the archive's folder cannot be written. It
-holds the archive's size and modification time, and is built again if they differ. Each field's
-header has a CRC-32 in the index, so a wrong index is noticed when a sample is read.
+holds the archive's size and modification time, and is built again if they differ. Each field has a
+checksum of its header, key, name, size and place in the sample, so a wrong index is noticed when a
+sample is read.
 
     samples   first_fields[s] .. first_fields[s + 1]    their fields
               key_ends[s] .. key_ends[s + 1]            their key, in keys
-    fields    offsets, sizes, checks, names             place of the content, CRC-32 of the header
+    fields    offsets, sizes, checks, names             place of the content, checksum, field name
     blocks    block_starts                              samples that are read together
 """
 
@@ -18,8 +19,10 @@ import hashlib
 import json
 import os
 import sys
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -78,8 +81,32 @@ class TarIndex:
 
     def key(self, sample: int) -> str:
         """Return the key of a sample."""
-        first, last = self._key_ends[sample : sample + 2].tolist()
-        return self._keys[first:last].tobytes().decode("utf-8", "surrogateescape")
+        (key,) = self.keys(sample, sample + 1)
+        return key.decode("utf-8", "surrogateescape")
+
+    def keys(self, first: int, last: int) -> list[bytes]:
+        """Return the keys of the samples ``first`` to ``last - 1``."""
+        ends = self._key_ends[first : last + 1].tolist()
+        text = self._keys[ends[0] : ends[-1]].tobytes()
+        return [text[one - ends[0] : other - ends[0]] for one, other in pairwise(ends)]
+
+    def find_checks(self, starts: list[int], sizes: list[int]) -> list[int]:
+        """Return the CRC-32 that header, key and name of each field of some samples must have.
+
+        Args:
+            starts: Part of ``first_fields``.
+            sizes: The sizes of the samples' fields.
+        """
+        checks = self.checks[starts[0] : starts[-1]].tolist()
+        places = (
+            (place, last - first)
+            for first, last in pairwise(starts)
+            for place in range(last - first)
+        )
+        return [
+            check ^ field_mark(place, count, size)
+            for check, (place, count), size in zip(checks, places, sizes, strict=True)
+        ]
 
     def extent(self, first: int, last: int) -> tuple[int, int]:
         """Return where the samples ``first`` to ``last - 1`` begin and end in the archive."""
@@ -130,6 +157,7 @@ class _Builder:
         self._path = path
         self._numbers: dict[bytes, int] = {}
         self._field_names: dict[str, int] = {}
+        self._encoded: dict[int, bytes] = {}
         self._offsets, self._sizes, self._checks = array("q"), array("q"), array("I")
         self._names, self._first_fields, self._key_ends = array("I"), array("q"), array("q", [0])
         self._keys = bytearray()
@@ -146,6 +174,7 @@ class _Builder:
             field = suffix.decode("utf-8", "surrogateescape").lower()
             number = self._field_names.setdefault(field, len(self._field_names))
             self._numbers[suffix] = number
+            self._encoded[number] = encode_name(field)
         if key != self._key:
             self._key, self._present = key, set()
             self._first_fields.append(len(self._offsets))
@@ -162,7 +191,7 @@ class _Builder:
         self._present.add(number)
         self._offsets.append(offset)
         self._sizes.append(size)
-        self._checks.append(check)
+        self._checks.append(zlib.crc32(key + self._encoded[number], check))
         self._names.append(number)
 
     def finish(self, stamp: FileStamp) -> TarIndex:
@@ -175,12 +204,27 @@ class _Builder:
             "checks": self._checks,
             "names": self._names,
         }
-        arrays = {name: _shrink(np.asarray(values)) for name, values in given.items()}
+        arrays = {name: np.asarray(values, np.int64) for name, values in given.items()}
+        first = arrays["first_fields"]
+        counts = np.repeat(np.diff(first), np.diff(first))
+        places = np.arange(len(counts)) - np.repeat(first[:-1], np.diff(first))
+        arrays["checks"] ^= field_mark(places, counts, arrays["sizes"])
+        arrays = {name: _shrink(values) for name, values in arrays.items()}
         arrays["keys"] = np.frombuffer(bytes(self._keys), np.uint8)
         arrays["block_starts"] = find_blocks(
             arrays["first_fields"], arrays["offsets"], arrays["sizes"]
         )
         return TarIndex(stamp, list(self._field_names), arrays)
+
+
+def encode_name(text: str) -> bytes:
+    """Return a key or the name of a field as in the archive."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def field_mark(place: Any, count: Any, size: Any) -> Any:
+    """Return what the checksum of field ``place`` of ``count`` is combined with by xor."""
+    return (place * 0x9E3779B1 + count * 0x85EBCA6B + size * 0xC2B2AE35) & 0xFFFFFFFF
 
 
 def _shrink(values: np.ndarray) -> np.ndarray:
@@ -225,6 +269,10 @@ def load_index(path: str, stamp: FileStamp) -> TarIndex | None:
             name: content[places[name][1] :][: places[name][2]].view(places[name][0])
             for name in _ARRAYS
         }
+        starts = arrays["block_starts"]
+        num_samples = len(arrays["first_fields"]) - 1
+        if starts[0] or starts[-1] != num_samples or (np.diff(starts) <= 0).any():
+            return None
         return TarIndex(stamp, header["field_names"], arrays)
     except (ValueError, KeyError, TypeError, IndexError):
         return None

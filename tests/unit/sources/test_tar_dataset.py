@@ -222,6 +222,28 @@ def test_a_wrong_index_is_noticed_when_a_sample_is_read(tmp_path: Path) -> None:
         again.__getitems__(list(range(50)))
 
 
+def test_every_changed_byte_of_an_index_is_noticed_or_makes_no_difference(tmp_path: Path) -> None:
+    (path,) = write_shards(tmp_path, [20])
+    expected = [str(sample) for sample in map(TarDataset([path]).__getitem__, range(20))]
+    place = Path(path + ENDING)
+    whole = place.read_bytes()
+    chance = np.random.default_rng(0)
+    num_noticed = 0
+    for at in chance.integers(0, len(whole), 400).tolist():
+        place.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        data = TarDataset([path])
+        assert len(data) == 20
+        for index in range(20):
+            try:
+                sample = data[index]
+            except Damaged:
+                num_noticed += 1
+            else:
+                assert str(sample) == expected[index]
+        place.unlink(missing_ok=True)
+    assert num_noticed > 200
+
+
 def test_an_index_replaced_while_open_is_an_error(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path, [50])
     data = TarDataset([path])
