@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,8 @@ def test_features_of_datasets(tmp_path: Any) -> None:
     made.save_to_disk(str(tmp_path / "set"), num_shards=2)
     own = datasets.load_from_disk(str(tmp_path / "set"))
     data = penstock.open_dataset(tmp_path / "set")
+    assert b"datasets.features" not in pickle.dumps(data)  # workers do not import datasets
+    assert b"datasets.features" in pickle.dumps(own.features)
     for n in range(COUNT):
         found, expected = data[n], own[n]
         for name in ("array", "numbers"):

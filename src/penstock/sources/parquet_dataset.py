@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.errors import MissingExtra
@@ -13,6 +14,9 @@ from penstock.sources.table_reader import (
     TableReader,
     TableSchema,
 )
+
+with suppress(ImportError):  # import_pyarrow() says what to install
+    import pyarrow.parquet  # so that the fork server imports it once for all workers
 
 
 class ParquetDataset(TableReader):
@@ -85,8 +89,6 @@ def _find_blocks(file: int, metadata: Any, names: set[str]) -> list[TableBlock]:
 def open_parquet_file(path: str) -> Any:
     """Return pyarrow's reader of a file. Page checksums are verified if the file has them."""
     import_pyarrow()
-    import pyarrow.parquet
-
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except Exception as error:

@@ -42,18 +42,25 @@ class TableBlock(NamedTuple):
 
 
 class TableField(NamedTuple):
-    """A field: its Arrow type, and its feature in Hugging Face datasets or None."""
+    """A field. Workers get it without Arrow types, which may be classes of another library.
 
-    kind: Any
+    Args:
+        kind: Its Arrow type as text.
+        is_numeric: Batches can be gathered without Python values.
+        feature: Its feature in Hugging Face datasets, or None.
+    """
+
+    kind: str
+    is_numeric: bool
     feature: Any = None
 
-    @property
-    def is_numeric(self) -> bool:
-        """True if batches of this field can be gathered without Python values."""
-        if self.feature is not None and is_image(self.feature):
-            return False
-        kind = getattr(self.kind, "storage_type", self.kind)
-        return is_number(kind) or is_number_list(kind)
+
+def make_field(kind: Any, feature: Any = None) -> TableField:
+    """Return the field of an Arrow type."""
+    if feature is not None and is_image(feature):
+        return TableField(str(kind), False, feature)
+    storage = getattr(kind, "storage_type", kind)
+    return TableField(str(kind), is_number(storage) or is_number_list(storage), feature)
 
 
 class BlockColumns:
@@ -298,14 +305,14 @@ class TableSchema:
         known = read_features(schema.metadata) if self._features is None else self._features
         kinds = dict(zip(schema.names, schema.types, strict=True))
         names = choose_columns(schema.names, self._columns, path)
-        return {name: TableField(kinds[name], known.get(name)) for name in names}
+        return {name: make_field(kinds[name], known.get(name)) for name in names}
 
     def _compare(self, path: str, kinds: dict[str, Any], fields: dict[str, TableField]) -> None:
         what = None
         for name, field in fields.items():
             if name not in kinds:
                 what = f"{path} has no field {name!r}, {self._path} has"
-            elif kinds[name] != field.kind:
+            elif str(kinds[name]) != field.kind:
                 what = f"field {name!r} is {field.kind} in {self._path}, {kinds[name]} in {path}"
         extra = [name for name in kinds if name not in fields]
         if extra and self._columns is None:
