@@ -43,7 +43,6 @@ from penstock.order.epoch_state import (
     EpochPosition,
     EpochState,
     has_own_state,
-    own_state_of,
 )
 from penstock.order.samplers import Order, SeededOrder, ShardedOrder, make_order
 from penstock.trace.recorder import Recorder, make_recorder
@@ -562,7 +561,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         """
         position = self._epoch_state.mark(self._global_batch(), self._end())
         if self._is_iterable() and not self.num_workers and not self._epoch_state.is_over:
-            own = own_state_of(self.dataset)
+            from penstock.order.stream_state import stream_state_of
+
+            own = stream_state_of(self.dataset)
             position = position._replace(streams={0: own} if own is not None else None)
         return self._state(position).to_dict()
 
@@ -627,9 +628,14 @@ class DataLoader(TorchDataLoader[_T_co]):
         if not self._is_iterable() or not state.start or state.streams:
             return
         num_batches, state.start = state.start // (self._rows_per_batch() or 1), 0
+        from penstock.order.stream_state import has_shuffle_buffer
+
+        why = "has no state_dict()"
+        if has_shuffle_buffer(self.dataset):
+            why = "does not save its shuffle buffer in state_dict()"
         warn_user(
-            f"the dataset has no state_dict(), so {num_batches} batches are loaded again and "
-            "dropped to reach the saved position"
+            f"the dataset {why}, so {num_batches} batches are loaded again and dropped to reach "
+            "the saved position"
         )
         for _ in itertools.islice(batches, num_batches):
             pass

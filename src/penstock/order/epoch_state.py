@@ -52,6 +52,12 @@ class EpochState:
         self.streams: dict[int, Any] = {}
         """State of an iterable dataset after the last delivered batch, by worker."""
         self.next_worker = 0
+        self.ended: set[int] = set()
+        """Workers whose part of an iterable dataset has ended."""
+        self.has_loaded_state = False
+        """True if a state was loaded into the iterable dataset in this process."""
+        self.has_compared = False
+        """True if the first samples of an iterable dataset were compared between processes."""
         self._next_epoch = 0
         self._resumed: EpochPosition | None = None
 
@@ -90,11 +96,12 @@ class EpochState:
         mark, self._resumed = self._resumed, None
         self.start, self.num_batches, self.is_over = 0, 0, False
         self.shuffle_seed = self.generator_state = None
-        self.streams, self.next_worker = {}, 0
+        self.streams, self.next_worker, self.ended = {}, 0, set()
         if mark is not None:
             self.start, self.shuffle_seed = mark.position, mark.shuffle_seed
             self.generator_state = mark.generator_state
             self.streams, self.next_worker = dict(mark.streams or {}), mark.next_worker
+            self.ended = set(mark.ended)
             if self.seed is None:
                 self.base_seed, self.base_epoch = mark.base_seed, mark.base_epoch
         elif self.seed is None:
@@ -130,6 +137,10 @@ class EpochState:
         """Record the state of an iterable dataset after a delivered batch."""
         self.streams[worker], self.next_worker = state, next_worker
 
+    def note_end(self, worker: int) -> None:
+        """Record that a worker's part of an iterable dataset has ended."""
+        self.ended.add(worker)
+
     def mark(self, global_batch: int | None, end: int | None) -> EpochPosition:
         """Return the loader's position: in the current epoch, or at the start of the next.
 
@@ -149,6 +160,7 @@ class EpochState:
             own_state=self.own_state,
             streams=dict(self.streams),
             next_worker=self.next_worker,
+            ended=tuple(sorted(self.ended)),
         )
 
 
@@ -202,6 +214,11 @@ class Progress:
         note = self._epoch_state.note_stream
         self._when_delivered(lambda: note(worker, state, next_worker))
 
+    def note_end(self, worker: int) -> None:
+        """Record that a worker's part of an iterable dataset ended with the current batch."""
+        note = self._epoch_state.note_end
+        self._when_delivered(lambda: note(worker))
+
     def take_pending(self) -> list[Effect]:
         """Return and clear the changes that belong to the most recent batch."""
         pending = self._pending.copy()
@@ -234,6 +251,7 @@ class EpochPosition(NamedTuple):
         own_state: The sampler's ``state_dict()`` at the beginning of the epoch.
         streams: State of an iterable dataset after its last batch, by worker.
         next_worker: The worker whose batch comes next.
+        ended: Workers whose part of an iterable dataset has ended.
     """
 
     epoch: int
@@ -245,6 +263,7 @@ class EpochPosition(NamedTuple):
     own_state: Any = None
     streams: dict[int, Any] | None = None
     next_worker: int = 0
+    ended: tuple[int, ...] = ()
 
 
 class _Noted:

@@ -199,6 +199,8 @@ class LoaderState:
         if position.streams:
             own = {str(worker): state for worker, state in position.streams.items()}
             streams = {"streams": own, "next": position.next_worker}
+            if position.ended:
+                streams["ended"] = list(position.ended)
         return cls(
             epoch=position.epoch,
             position=position.position,
@@ -224,6 +226,7 @@ class LoaderState:
             own_state=self.sampler,
             streams={int(worker): own for worker, own in streams.get("streams", {}).items()},
             next_worker=streams.get("next", 0),
+            ended=tuple(streams.get("ended", ())),
         )
 
 
@@ -253,7 +256,12 @@ def _unlike_sources(saved: Any, now: Any) -> list[str]:
 
 def _are_streams(content: Any, num_workers: int) -> bool:
     """Return True if ``content`` holds the states of an iterable dataset, by worker number."""
-    if not isinstance(content, dict) or set(content) != {"streams", "next"}:
+    if not isinstance(content, dict) or set(content) - {"ended"} != {"streams", "next"}:
+        return False
+    ended = content.get("ended", [])
+    if not isinstance(ended, list) or not all(
+        type(worker) is int and 0 <= worker < num_workers for worker in ended
+    ):
         return False
     streams, workers = content["streams"], range(num_workers)
     if not isinstance(streams, dict) or not set(streams) <= {str(worker) for worker in workers}:

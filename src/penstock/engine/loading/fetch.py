@@ -116,6 +116,7 @@ class Stream:
 
     Args:
         take_next: Applies the bad-sample policy. If None, bad samples raise.
+        has_ended: The stream ended before a resume. The dataset is not read.
     """
 
     def __init__(
@@ -125,13 +126,15 @@ class Stream:
         auto_collation: bool,
         drop_last: bool,
         take_next: TakeNext | None = None,
+        has_ended: bool = False,
     ) -> None:
         with NoStopIteration("dataset.__iter__"):
-            self._samples = iter(dataset)
+            self._samples = iter(()) if has_ended else iter(dataset)
         self._take_next = take_next
         self._auto_collation = auto_collation
         self._drop_last = drop_last
-        self._has_ended = False
+        self.has_ended = has_ended
+        """True if the dataset has no more samples, which a batch that is not full shows."""
 
     def fetch(self, index: Any, position: int = 0) -> Any:
         """Return the next batch as a list of samples, or the next sample if batching is off.
@@ -140,7 +143,7 @@ class Stream:
             EndOfStream: No samples are left or, with ``drop_last``, too few for a batch.
             EmptyBatch: All samples of the batch were bad and are skipped.
         """
-        if self._has_ended:
+        if self.has_ended:
             raise EndOfStream
         samples: list[Any] = []
         num_taken = 0
@@ -152,7 +155,7 @@ class Stream:
                     samples.extend(self._take_next(self._samples, place))
                 num_taken += 1
             except StopIteration:
-                self._has_ended = True
+                self.has_ended = True
                 break
         if not num_taken or (self._drop_last and self._auto_collation and num_taken < len(index)):
             raise EndOfStream

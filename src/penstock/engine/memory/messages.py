@@ -105,10 +105,10 @@ class NewPass(NamedTuple):
 
 
 class ResumeStream(NamedTuple):
-    """Tells a replacement worker where to resume an iterable dataset. Sent before its first lease.
+    """Tells a worker where an iterable dataset starts. Sent before the first lease of a pass.
 
-    ``state`` is the dataset's own ``state_dict()``. Without one, the worker loads and drops
-    ``num_batches`` batches.
+    ``state`` is the dataset's own ``state_dict()``. None: the beginning. The worker then loads and
+    drops ``num_batches`` batches.
     """
 
     pass_number: int
@@ -144,9 +144,13 @@ class Reply(NamedTuple):
     is_slot_lost: bool = False
     """True if the worker still holds a tensor in the slot. The slot is then not reused."""
     state: Any = None
-    """The ``state_dict()`` of an iterable dataset after this batch, if it has one."""
+    """The ``state_dict()`` of an iterable dataset after this batch, if it has an exact one."""
     bad_samples: tuple[Any, ...] = ()
     """One SampleFailure for each sample that was skipped or replaced."""
+    has_ended: bool = False
+    """True if an iterable dataset has no samples after this batch."""
+    first_samples: Any = None
+    """FirstSamples in the first reply of a worker with samples of an iterable dataset."""
 
     @property
     def key(self) -> tuple[int, int, int]:

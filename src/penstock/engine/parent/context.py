@@ -134,7 +134,6 @@ class LoadContext:
             "worker_init_fn": init_fn,
             "on_error": self.parts.faults.on_error,
             "collators": custom_collators(),
-            "streams": dict(self.parts.epoch_state.streams),
             "generator_states": states,
             "bit_generator": replaced_bit_generator(),
             "generator_names": names,  # last: it refers to objects pickled before it

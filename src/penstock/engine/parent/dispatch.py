@@ -25,6 +25,7 @@ from penstock.engine.memory.messages import (
     Lease,
     NewPass,
     Reply,
+    ResumeStream,
     WorkerTask,
     trace_buffers,
 )
@@ -90,6 +91,14 @@ class Dispatcher:
             task=task,
             policy=policy,
         )
+        self._comparison: Any = None
+        if task.is_iterable:
+            from penstock.engine.parent.stream_checks import WorkerComparison, warn_of_shards
+
+            name = type(context.dataset).__name__
+            warn_of_shards(context.dataset, self._num_workers, context.warn)
+            if not self._epoch_state.has_compared:
+                self._comparison = WorkerComparison(name, self._num_workers)
         self._pending: dict[tuple[int, int], PendingBatch] = {}
         self._failure: BaseException | None = None
         self.is_closed = False
@@ -123,10 +132,17 @@ class Dispatcher:
             fresh = NewPass(self.pass_number, shared_seed)
             for worker in range(self._num_workers):
                 self.pool.send(worker, [fresh])
-        self._restarts.begin(self.pass_number, fresh)
+        streams = self._epoch_state.streams
+        self._restarts.begin(self.pass_number, fresh, streams)
+        if self._task.is_iterable and (streams or self.pass_number > 0):
+            for worker in range(self._num_workers):
+                start = ResumeStream(self.pass_number, streams.get(worker), 0)
+                self.pool.send(worker, [start])
         self._indices = epoch.indices
         self._begin()
         self._lease_queue.begin(self._epoch_state.next_worker)
+        for worker in self._epoch_state.ended:
+            self._lease_queue.retire(worker)
         self._num_taken = epoch.num_taken
         self._lease()
 
@@ -142,8 +158,13 @@ class Dispatcher:
         started = time.monotonic()
         while True:
             pending = self._ready_batch()
+            if pending is not None and self._is_comparing():
+                self._wait(started)
+                continue
             if pending is not None:
                 if pending.kind in ("end", "empty"):
+                    if pending.kind == "end":
+                        self._progress.note_end(pending.worker)
                     self._close_batch(pending)
                     self._lease()
                     self.num_empty += pending.kind == "empty"
@@ -171,6 +192,24 @@ class Dispatcher:
                 self._failure = error  # next() raises it
         pending = self._ready_batch()
         return pending is not None and pending.kind not in ("end", "empty")
+
+    def _is_comparing(self) -> bool:
+        """Return True if the first batch waits for the first samples of a second worker."""
+        if self._comparison is None:
+            return False
+        if not self._comparison.is_settled:
+            return any(
+                self._comparison.is_waiting_for(worker) and self._lease_queue.owed(worker)
+                for worker in range(self._num_workers)
+            )
+        from penstock.engine.parent.stream_checks import compare_ranks
+
+        found, self._comparison = self._comparison, None
+        self._epoch_state.has_compared = True
+        if found.message is not None:
+            self._context.warn(found.message)
+        compare_ranks(self._context.dataset, found.digest, self._context.warn)
+        return False
 
     # -- leasing ---------------------------------------------------------------------------------
 
@@ -328,6 +367,8 @@ class Dispatcher:
         self._lease_queue.take_back(worker, reply.key)
         if self._restarts.needs_replies:
             self._restarts.note_reply(worker, reply)
+        if self._comparison is not None and (reply.first_samples or reply.kind == "end"):
+            self._comparison.note(worker, reply.first_samples)
         self.ring.fit(reply.needed_bytes)
         layout = None
         if reply.kind == "fixed":
@@ -398,6 +439,8 @@ class Dispatcher:
             self._progress.note_stream(
                 pending.worker, state, (pending.worker + 1) % self._num_workers
             )
+        if pending.replies[0].has_ended:
+            self._progress.note_end(pending.worker)
         self._close_batch(pending, is_slot_lent=is_slot_lent)
         self._lease()
         return batch

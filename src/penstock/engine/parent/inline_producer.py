@@ -6,6 +6,7 @@ Tested by ``tests/integration/test_loader.py``.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -126,14 +127,25 @@ class InlineProducer:
             self._collate_randomness.begin(self._epoch_state.key_epoch)
         self._stream: Stream | None = None
         if self._context.is_iterable:
-            if 0 in self._epoch_state.streams:  # resumed: the dataset restores its own position
-                self._dataset.load_state_dict(self._epoch_state.streams[0])
+            self._resume_dataset()
             self._stream = Stream(
                 self._dataset,
                 auto_collation=self._auto_collation,
                 drop_last=self._context.drop_last,
                 take_next=self._bad_policy.next_of if self._bad_policy is not None else None,
+                has_ended=0 in self._epoch_state.ended,
             )
+
+    def _resume_dataset(self) -> None:
+        """Restore the position of an iterable dataset after a resume."""
+        from penstock.order.stream_state import forget_stream_state, load_stream_state
+
+        state = self._epoch_state
+        if state.has_loaded_state:
+            forget_stream_state(self._dataset)
+        state.has_loaded_state = 0 in state.streams
+        if state.has_loaded_state:
+            load_stream_state(self._dataset, state.streams[0])
 
     def _advance(self, num_samples: int) -> int:
         """Take the next samples. Returns the position of the first."""
@@ -172,6 +184,8 @@ class InlineProducer:
             self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
             self._record_bad()
             self._tell_user()
+            if self._stream is not None and self._stream.has_ended:
+                self._context.progress.note_end(0)
             return batch, self._ring is not None and self._ring.has_lent_pinned
 
     def _tell_user(self) -> None:
@@ -212,6 +226,8 @@ class InlineProducer:
                 return batch
         if self._stream is not None:
             samples = self._stream.fetch(index, self.num_taken)
+            if not self._epoch_state.has_compared:
+                self._compare_ranks(samples)
             self.num_taken += len(index) if self._auto_collation else 1
         elif self._randomness is not None and self._randomness.is_unseeded and self._is_plain:
             position = self._advance(len(index))
@@ -224,6 +240,17 @@ class InlineProducer:
         else:
             samples = self._fetch(index)
         return self._put_together(samples, index)
+
+    def _compare_ranks(self, samples: Any) -> None:
+        """Compare the first samples of an iterable dataset with those of other ranks."""
+        self._epoch_state.has_compared = True
+        if "torch.distributed" not in sys.modules:
+            return
+        from penstock.engine.loading.first_samples import digest_samples
+        from penstock.engine.parent.stream_checks import compare_ranks
+
+        digest = digest_samples(samples, is_random=True)
+        compare_ranks(self._dataset, digest, self._context.warn)
 
     def _put_together(self, samples: Any, index: Any) -> Any:
         if self._collates_by_default and self._auto_collation:

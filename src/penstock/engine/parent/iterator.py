@@ -117,6 +117,8 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._progress.begin()
         self._context.dataset, self._context.shared_seed = self._dataset, self._shared_seed
         self._start_epoch()
+        if ours is not None:
+            ours._skip_delivered(self)
 
     def _start_epoch(self) -> None:
         self._num_failed, self._is_over = 0, False

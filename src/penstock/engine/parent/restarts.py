@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.memory.messages import (
@@ -119,11 +120,18 @@ class WorkerRestarts:
         self._excused_ns = self._looked_ns = self._heard_ns = time.monotonic_ns()
         self._started_ns = [self._heard_ns] * len(pool.processes)
 
-    def begin(self, pass_number: int, fresh: NewPass | None) -> None:
-        """Start a pass. ``fresh`` is the first message to its workers."""
+    def begin(
+        self, pass_number: int, fresh: NewPass | None, streams: Mapping[int, Any] | None = None
+    ) -> None:
+        """Start a pass.
+
+        Args:
+            fresh: The first message to its workers.
+            streams: The states from which workers resume an iterable dataset.
+        """
         self._pass_number, self._fresh = pass_number, fresh
         self._answers = [0] * len(self._answers)
-        self._states = [None] * len(self._states)
+        self._states = [(streams or {}).get(worker) for worker in range(len(self._states))]
         self._policy.forget_places()
         self._trials.clear()
 
@@ -142,8 +150,9 @@ class WorkerRestarts:
         """Record a worker's reply."""
         self._policy.note_answer(worker, reply.key)
         if reply.pass_number == self._pass_number and self._task.is_iterable:
-            self._answers[worker] += 1
-            self._states[worker] = reply.state
+            self._answers[worker] += 1  # since the last state
+            if reply.state is not None:
+                self._answers[worker], self._states[worker] = 0, reply.state
 
     # -- current work ----------------------------------------------------------------------------
 
@@ -388,11 +397,9 @@ class WorkerRestarts:
 
     def _first_messages(self, worker: int) -> list[ParentMessage]:
         messages: list[ParentMessage] = [] if self._fresh is None else [self._fresh]
-        if self._task.is_iterable and (self._answers[worker] or self._pass_number):
+        if self._task.is_iterable:
             state, num_batches = self._states[worker], self._answers[worker]
-            messages.append(
-                ResumeStream(self._pass_number, state, 0 if state is not None else num_batches)
-            )
+            messages.append(ResumeStream(self._pass_number, state, num_batches))
         place = self._trials.get(worker)
         if place is not None and place.position is not None:
             lease = self._lease_queue.owed(worker)[0]

@@ -55,12 +55,12 @@ from penstock.engine.memory.messages import (
 from penstock.engine.pickling.exceptions import ErrorReport, describe
 from penstock.engine.worker.parent_link import Connection, PassOver, WorkerStatus
 from penstock.errors import NoStopIteration
-from penstock.order.epoch_state import own_state_of
 from penstock.order.sample_randomness import (
     SampleRandomness,
     UnexpectedDraw,
     make_randomness,
 )
+from penstock.order.stream_state import forget_stream_state, load_stream_state, stream_state_of
 from penstock.trace.record import now_ns
 from penstock.trace.worker_recorder import WorkerRecorder
 
@@ -114,8 +114,11 @@ class WorkerLoop:
         # sys.exit ends a worker process, which the parent detects. A thread must report it.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
         self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
-        self._own_state = objects.get("streams", {}).get(number)
+        self._own_state: Any = None
+        self._has_loaded_state = False
         self._num_again = 0
+        self._checks_first = task.is_iterable
+        self._first_samples: Any = None
         self._stream: Stream | None = None
         self._stream_pass = NOTHING
         self._layouts: dict[Any, int] = {}
@@ -215,11 +218,27 @@ class WorkerLoop:
         self._status.show_done()
         is_loaded = kind not in ("dropped", "empty", "end", "error", "tried")
         busy_ns = self._recorder.end(is_loaded=is_loaded)
-        state = own_state_of(self._dataset) if self._task.is_iterable and kind != "error" else None
+        state, has_ended = None, False
+        if self._task.is_iterable and kind != "error":
+            state = stream_state_of(self._dataset)
+            has_ended = self._stream is not None and self._stream.has_ended
         bad_samples = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
         return Reply(
-            *lease[:3], kind, content, needed_bytes, busy_ns, is_slot_lost, state, bad_samples
+            *lease[:3],
+            kind,
+            content,
+            needed_bytes,
+            busy_ns,
+            is_slot_lost,
+            state,
+            bad_samples,
+            has_ended,
+            self._take_first_samples(),
         )
+
+    def _take_first_samples(self) -> Any:
+        first, self._first_samples = self._first_samples, None
+        return first
 
     def _describe(self, error: BaseException) -> ErrorReport:
         if isinstance(error, StopIteration):  # from user code, so not the end of the epoch
@@ -329,11 +348,18 @@ class WorkerLoop:
         """Return an iterator over samples, or the one sample without batching."""
         task = self._task
         if task.is_iterable:
+            if self._checks_first:
+                from penstock.engine.loading.first_samples import generator_states
+
+                before = generator_states()
             if self._stream_pass != lease.pass_number or self._stream is None:
                 with self._guard():
+                    if self._has_loaded_state:
+                        forget_stream_state(self._dataset)
+                        self._has_loaded_state = False
                     if self._own_state is not None:  # resumed: the dataset restores its position
-                        self._dataset.load_state_dict(self._own_state)
-                        self._own_state = None
+                        load_stream_state(self._dataset, self._own_state)
+                        self._own_state, self._has_loaded_state = None, True
                     self._stream = Stream(
                         self._dataset,
                         auto_collation=task.auto_collation,
@@ -346,7 +372,10 @@ class WorkerLoop:
                     self._take_again(self._stream, lease.index)
             self._status.show_no_sample(runs_user_code=True)
             with self._guard():
-                return self._stream.fetch(lease.index, lease.position)
+                samples = self._stream.fetch(lease.index, lease.position)
+            if self._checks_first:
+                self._note_first(samples, is_random=generator_states() != before)
+            return samples
         self._begin_randomness(lease)
         if not task.auto_collation:
             self._status.show(lease.position, lease.index)
@@ -358,6 +387,18 @@ class WorkerLoop:
                 get, name = self._dataset.__getitems__, "dataset.__getitems__"
                 return call_user(get, lease.index, lease.position, self._randomness, name)
         return self._recorder.watch(self._one_by_one(lease))
+
+    def _note_first(self, samples: Any, *, is_random: bool) -> None:
+        """Keep a digest of the first samples for the next reply."""
+        from penstock.engine.loading.first_samples import (
+            FirstSamples,
+            ObservedWorkerInfo,
+            digest_samples,
+        )
+
+        self._checks_first = False
+        digest = digest_samples(samples, is_random=is_random)
+        self._first_samples = FirstSamples(ObservedWorkerInfo.has_asked, digest)
 
     def _take_again(self, stream: Stream, index: Any) -> None:
         """Read and drop the batches that the previous worker has answered for, good or bad."""

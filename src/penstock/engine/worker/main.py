@@ -126,7 +126,12 @@ def prepare_worker(
 
     seed = seed_worker(task.base_seed, number)
     objects["dataset"] = seed_pipes(objects["dataset"], task.shared_seed)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
+    info_class: Any = torch_worker.WorkerInfo
+    if task.is_iterable:
+        from penstock.engine.loading.first_samples import ObservedWorkerInfo
+
+        info_class = ObservedWorkerInfo
+    torch_worker._worker_info = info_class(
         id=number, num_workers=num_workers, seed=seed, dataset=objects["dataset"]
     )
     try:

@@ -163,6 +163,7 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:workers . and . begin with the same samples:UserWarning")
 @pytest.mark.parametrize("way", QUICK_WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_stop_iteration_is_an_error_that_names_the_function(name: str, way: str) -> None:

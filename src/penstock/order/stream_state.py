@@ -1,0 +1,61 @@
+"""State of an iterable dataset: ``state_dict()``, if it leads back to the exact next sample.
+
+Called by the process that reads the dataset: a worker, or the training process without workers.
+
+Tested by ``tests/integration/order/test_stream_resume.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.order.epoch_state import has_own_state, own_state_of
+
+_SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
+_MAX_STAGES = 1000
+
+
+def stream_state_of(dataset: Any) -> Any:
+    """Return a copy of the dataset's state. None if it has none, or only an inexact one."""
+    return own_state_of(dataset) if has_exact_state(dataset) else None
+
+
+def has_exact_state(dataset: Any) -> bool:
+    """Return True if the dataset can resume at the exact next sample.
+
+    The state of a Hugging Face dataset leaves out its shuffle buffer. Samples in it would be lost.
+    """
+    return has_own_state(dataset) and not has_shuffle_buffer(dataset)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Return True for a Hugging Face ``IterableDataset`` after ``shuffle(buffer_size=...)``."""
+    stages = _stages_of(getattr(dataset, "__dict__", {}).get("_ex_iterable"))
+    return any(type(stage).__name__ == _SHUFFLE_BUFFER for stage in stages)
+
+
+def _stages_of(stage: Any) -> Iterator[Any]:
+    waiting, seen = [stage], 0
+    while waiting and seen < _MAX_STAGES:
+        stage, seen = waiting.pop(), seen + 1
+        if stage is not None:
+            yield stage
+            inner = getattr(stage, "__dict__", {})
+            waiting.append(inner.get("ex_iterable"))
+            waiting.extend(inner.get("ex_iterables") or ())
+
+
+def load_stream_state(dataset: Any, state: Any) -> None:
+    """Restore the position of a dataset before it is iterated."""
+    dataset.load_state_dict(state)
+
+
+def forget_stream_state(dataset: Any) -> None:
+    """Make a dataset begin its next epoch at the start, after a state was loaded into it.
+
+    A Hugging Face dataset starts every iteration from a loaded state until its epoch is changed.
+    Other datasets begin at the start, as they do after each epoch.
+    """
+    if getattr(dataset, "__dict__", {}).get("_starting_state_dict") is not None:
+        dataset._starting_state_dict = None
