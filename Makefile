@@ -13,6 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools/make_env.sh
 BIN = .venv/bin
 OTHERS = $(addprefix tests/,compat gpu property)
+FORMATS = tests/compat tests/unit/sources tests/integration
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
@@ -106,7 +107,7 @@ test-legacy: env-legacy
 	@.venv-legacy/bin/python tools/run_pytest.py legacy -m "legacy$(NOT_SLOW)" tests $(ARGS)
 
 test-formats: env-formats
-	@.venv-formats/bin/python tools/run_pytest.py formats -m "formats$(NOT_SLOW)" tests $(ARGS)
+	@.venv-formats/bin/python tools/run_pytest.py formats -m "formats$(NOT_SLOW)" $(FORMATS) $(ARGS)
 
 # Python 3.14, or Debian's. Builds .venv-314 on first use.
 test-python314: env-core

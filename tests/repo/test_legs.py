@@ -112,3 +112,14 @@ def test_the_parts_of_core_are_all_folders_of_tests() -> None:
     parts = {*named[1].split(), *re.findall(r"run_pytest.py .+ tests/(\w+) ", makefile)}
     folders = {path.parts[len(REPO.parts) + 1] for path in (REPO / "tests").rglob("test_*.py")}
     assert parts == folders - {"soak"}
+
+
+def test_the_formats_leg_runs_every_file_marked_for_it() -> None:
+    (folders,) = re.findall(r"^FORMATS = (.+)$", (REPO / "Makefile").read_text("utf-8"), re.M)
+    marked = [
+        path.relative_to(REPO).as_posix()
+        for path in (REPO / "tests").rglob("test_*.py")
+        if "pytest.mark.formats" in path.read_text("utf-8") and path.name != "test_legs.py"
+    ]
+    assert len(marked) > 5
+    assert [path for path in marked if not path.startswith(tuple(folders.split()))] == []

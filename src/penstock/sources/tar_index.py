@@ -15,10 +15,12 @@ sample is read.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import sys
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,7 @@ BLOCK_BYTES = 2 << 20
 """Samples are read together up to this size."""
 _MAGIC = b"PENSTOCK TAR INDEX 1\n"
 _ALIGNMENT = 64
+_PART_AGE_S = 3600.0
 _ARRAYS = [
     "block_starts",
     "first_fields",
@@ -280,6 +283,7 @@ def load_index(path: str, stamp: FileStamp) -> TarIndex | None:
 
 def write_index(index: TarIndex, path: str) -> bool:
     """Write an index under a temporary name, then rename it. False if that is not possible."""
+    _remove_old_parts(path)
     part = f"{path}.{os.getpid()}-{os.urandom(4).hex()}.part"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
@@ -292,6 +296,14 @@ def write_index(index: TarIndex, path: str) -> bool:
             os.unlink(part)
         return False
     return True
+
+
+def _remove_old_parts(path: str) -> None:
+    """Remove what a process that was killed while it wrote has left."""
+    for part in glob.glob(glob.escape(path) + ".*.part"):
+        with contextlib.suppress(OSError):  # another process has removed or renamed it
+            if time.time() - os.stat(part).st_mtime > _PART_AGE_S:
+                os.unlink(part)
 
 
 def _pieces(index: TarIndex) -> Iterator[bytes]:

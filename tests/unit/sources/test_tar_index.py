@@ -6,6 +6,7 @@ import itertools
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,29 @@ def test_an_index_lies_in_the_cache_if_the_folder_cannot_be_written(
     assert found[1] == cached
     monkeypatch.setattr(tar_index, "write_index", lambda *_: False)
     assert make_index(path)[1] is None  # nowhere: it stays in memory
+
+
+def test_a_full_disk_leaves_no_part_and_the_parts_of_killed_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = write_shards(tmp_path, [5])
+    old, new = (Path(f"{path}{ENDING}.{name}.part") for name in ("1-aa", "2-bb"))
+    for part in (old, new):
+        part.write_bytes(b"PENSTOCK")
+    os.utime(old, (1, 1))
+    index = build_index(path)
+    pieces = tar_index._pieces
+
+    def fill_disk(index: tar_index.TarIndex) -> Any:
+        yield next(pieces(index))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tar_index, "_pieces", fill_disk)
+    assert not tar_index.write_index(index, path + ENDING)
+    assert [one.name for one in tmp_path.glob("*.part")] == [new.name]
+    assert find_index(path, index.stamp) is None
+    monkeypatch.undo()
+    assert tar_index.write_index(index, path + ENDING)  # control
 
 
 def test_archives_of_one_name_in_two_folders_have_two_indexes(tmp_path: Path) -> None:
