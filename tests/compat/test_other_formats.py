@@ -146,7 +146,8 @@ def test_a_resumed_stream_of_datasets_loses_and_repeats_samples() -> None:
     seen += [sample["id"] for sample in other]
     counts = Counter(seen)
     assert set(range(100)) - set(counts)  # lost
-    assert max(counts.values()) > 1  # repeated
+    if int(datasets.__version__.split(".")[0]) >= 5:  # datasets 4 only loses
+        assert max(counts.values()) > 1  # repeated
 
 
 RANKS = """
