@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from penstock.sources.table_files import TableFiles, describe
 
 CACHE_BYTES = 256 << 20
 """Limit of the blocks that each process keeps decoded."""
+_NUM_LOCKS = 64
 _SMALL_ROW = 1024
 """Rows of at least this many bytes are copied one by one, without a temporary array."""
 
@@ -104,7 +107,11 @@ class TableReader(BlockReader):
         self._fields = dict(fields)
         self._decode = decode
         self._row_shapes: dict[str, tuple[int, ...]] | None = None
+        self._locks = _make_locks()
         self.cache_bytes = cache_bytes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_locks": (0, [])}
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -135,6 +142,17 @@ class TableReader(BlockReader):
         except Exception as error:  # pyarrow's errors have many types
             raise self._damaged(block, describe(error)) from None
         return BlockColumns(columns, num_bytes)
+
+    def _block(self, block: int) -> BlockColumns:
+        """Return a block from the cache, or decode it. Threads that need the same one wait."""
+        found: BlockColumns | None = self._cached_blocks().get(block)
+        if found is not None:
+            return found
+        if self._locks[0] != os.getpid():  # a lock of the parent may be held for ever
+            self._locks = _make_locks()
+        with self._locks[1][block % _NUM_LOCKS]:
+            content: BlockColumns = super()._block(block)
+            return content
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
         file = self._blocks[block].file
@@ -235,6 +253,11 @@ class TableReader(BlockReader):
             largest = max((one.num_bytes for one in self._blocks), default=0)
             num_mixed = max(1, min(NUM_MIXED, self.cache_bytes // max(1, largest)))
         return super().block_order(seed=seed, num_mixed=num_mixed, **keywords)
+
+
+def _make_locks() -> tuple[int, list[threading.Lock]]:
+    """Return this process, and locks of blocks by their number."""
+    return os.getpid(), [threading.Lock() for _ in range(_NUM_LOCKS)]
 
 
 def make_columns(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,33 @@ def test_row_groups_are_decoded_once_in_the_block_order(
     data._cache = None
     list(penstock.DataLoader(data, batch_size=7, sampler=data.block_order(seed=3, num_mixed=4)))
     assert len(read) > 20
+
+
+def test_threads_decode_a_row_group_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    both = threading.Barrier(2)
+    original = ParquetDataset._read_arrays
+
+    def note(self: Any, place: Any) -> Any:
+        read.append(place.number)
+        return original(self, place)
+
+    monkeypatch.setattr(ParquetDataset, "_read_arrays", note)
+    write_files(tmp_path, (40,))
+    data = penstock.open_dataset(tmp_path, columns=["n"])
+    found: list[int] = []
+
+    def load() -> None:
+        both.wait(timeout=60)
+        found.extend(data[n]["n"] for n in range(40))
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(found) == sorted([*range(40), *range(40)])
+    assert sorted(read) == list(range(10))
 
 
 def test_the_block_order_mixes_as_many_row_groups_as_fit(tmp_path: Any) -> None:
