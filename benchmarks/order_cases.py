@@ -1,7 +1,8 @@
-"""Cases of order.py: time to the first batch of a huge shuffle, its memory, and its rate."""
+"""Cases of order.py: first batch, memory and rate of a huge shuffle, and indices of a mixture."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -9,7 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import penstock
 from first_indices import SHUFFLES
 from measure import Case, Contender, Pace, Target
 
@@ -22,6 +25,7 @@ ROWS = {
     "RandomSampler, ten million": ("torch", TEN_MILLION),
 }
 THEIRS = "RandomSampler, ten million"
+MANY = "10,000 sources"
 
 
 def _ask(name: str, length: int) -> tuple[float, float]:
@@ -94,4 +98,33 @@ def _epoch(name: str) -> Callable[[], float]:
     return turn
 
 
-CASES = {"a": first_batch, "b": memory, "c": rate}
+def mixtures(_: Pace) -> Case:
+    return Case(
+        key="d",
+        title="time of 256 indices of a mixture",
+        unit="us",
+        contenders=[
+            Contender(name=MANY, turn=_batches(10_000), against=("one dataset", "2 sources")),
+            Contender(name="2 sources", turn=_batches(2), against=("one dataset",)),
+            Contender(name="one dataset", turn=_batches(0)),
+        ],
+    )
+
+
+def _batches(num_sources: int) -> Callable[[], float]:
+    order: Any = penstock.SeededOrder(MILLION, seed=0, batch_size=256)
+    if num_sources:
+        lengths = range(MILLION // num_sources)
+        sources = [(lengths, 1 + number % 13) for number in range(num_sources)]
+        mixture = penstock.mix(sources, length=MILLION)
+        order = mixture.order(shuffle=True, seed=0, batch_size=256)
+
+    def turn() -> float:
+        start_s = time.process_time()
+        deque(itertools.islice(iter(order), 65_536), maxlen=0)
+        return (time.process_time() - start_s) / 256 * 1e6
+
+    return turn
+
+
+CASES = {"a": first_batch, "b": memory, "c": rate, "d": mixtures}

@@ -31,7 +31,7 @@ An interval [s, t) has two ends, so in a run of m terms each source's count is w
 
     count_bound(m, b) = 2 + 2*c*ceil(log_b(m))         base 2: 2 + log2(m), base 3: 2 + 1.33 log3(m)
 
-of its share. Measured over 50,000 terms, it is within 4. Shares are multiples of b**-D
+of its share. Measured over 50,000 terms, it is within 4 to 6. Shares are multiples of b**-D
 (:attr:`Interleaving.num_digits`), so runs of b**D terms are exact, and the bound stops growing
 there. If the weights change, each part with its own weights is a run. Every range of positions is a
 small number of runs:
