@@ -50,6 +50,7 @@ and to the number of digits. Memory is in proportion to the number of sources.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -340,8 +341,12 @@ def to_parts(weights: Sequence[Fraction], unit: int) -> list[int]:
     left = sorted(range(len(shares)), key=lambda place: -remainders[place])
     for place in left[: unit - sum(shares)]:
         shares[place] += 1
-    for place, weight in enumerate(whole):
-        if weight and not shares[place]:
-            shares[place] = 1
-            shares[shares.index(max(shares))] -= 1
+    missing = [place for place, weight in enumerate(whole) if weight and not shares[place]]
+    largest = [(-share, place) for place, share in enumerate(shares)] if missing else []
+    heapq.heapify(largest)
+    for place in missing:
+        share, giver = largest[0]
+        heapq.heapreplace(largest, (share + 1, giver))
+        shares[giver] -= 1
+        shares[place] = 1
     return shares

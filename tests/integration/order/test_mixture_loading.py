@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +111,52 @@ def test_statistics_count_sources_over_all_ranks() -> None:
     seen = [row for loader in loaders for batch in epochs(loader, 1) for row in batch]
     expected = {name: sum(row[0] == str(at) for row in seen) for at, name in enumerate("abc")}
     assert all(loader.stats().sources == expected for loader in loaders)
+
+
+def keep(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def write_tar(path: Path, name: str, num_samples: int) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number in range(num_samples):
+            content = f"{name} {number}".encode()
+            member = tarfile.TarInfo(f"{number:05}.txt")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("num_mixed", [None, 2])
+def test_archives_and_datasets_in_memory_are_mixed(tmp_path: Path, num_mixed: int | None) -> None:
+    write_tar(tmp_path / "web.tar", "web", 60)
+    books = [{"txt": f"books {number}"} for number in range(25)]
+
+    def load(num_workers: int) -> list[str]:
+        web = penstock.open_dataset(tmp_path / "web.tar")
+        mixture = penstock.mix([(web, 3), (books, 1)], stop="all", num_mixed=num_mixed)
+        loader = DataLoader(
+            mixture,
+            batch_size=8,
+            shuffle=True,
+            seed=0,
+            num_workers=num_workers,
+            collate_fn=keep,
+        )
+        return [sample["txt"] for batch in loader for sample in batch]
+
+    found = load(2)
+    assert found == load(0)
+    everything = [f"web {one}" for one in range(60)] + [f"books {one}" for one in range(25)]
+    assert {*found} == {*everything}
+    num_web = sum(text.startswith("web") for text in found)
+    assert abs(num_web - 0.75 * len(found)) < 8
+
+
+def test_ten_thousand_sources_reach_the_workers() -> None:
+    def load(num_workers: int) -> list[int]:
+        sources = [(range(number, number + 3), 1 + number % 5) for number in range(10_000)]
+        mixture = penstock.mix(sources, length=512)
+        loader = DataLoader(mixture, 64, shuffle=True, seed=0, num_workers=num_workers)
+        return [number for batch in loader for number in batch.tolist()]
+
+    assert load(2) == load(0)
