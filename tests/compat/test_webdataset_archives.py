@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.errors import BadStore
+from penstock.errors import BadImage, BadStore
 from penstock.sources.tar_headers import split_name
 from support.resumed_epochs import BATCH_SIZE, CASES, Case, deliver_resumed, lost_and_doubled
 from support.tar_archives import write_tar
@@ -145,6 +145,39 @@ def test_a_repeated_field_is_refused_by_both(tmp_path: Path) -> None:
         read_by_webdataset([str(path)])
     with pytest.raises(BadStore, match="twice"):
         penstock.open_dataset(path)
+
+
+# Images
+
+
+def test_crops_are_the_same_for_any_workers(tmp_path: Path) -> None:
+    paths = write_set(tmp_path, [20, 12])
+    crops = {"png": penstock.RandomResizedCrop(4)}
+    dataset = penstock.open_dataset(paths, columns=["png", "cls"], transforms=crops)
+    epochs = []
+    for num_workers in (0, 2):
+        order = dataset.block_order(seed=1)
+        loader = penstock.DataLoader(
+            dataset, batch_size=8, sampler=order, seed=1, num_workers=num_workers
+        )
+        epochs.append([(batch["cls"], batch["png"]) for batch in loader])
+    for (labels, images), (same_labels, same_images) in zip(*epochs, strict=True):
+        assert images.shape == (8, 3, 4, 4)
+        assert torch.equal(labels, same_labels)
+        assert torch.equal(images, same_images)
+    first, again = ([batch["png"] for batch in penstock.DataLoader(dataset)] for _ in range(2))
+    assert not all(map(torch.equal, first, again))  # control: they are random
+
+
+def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+    (path,) = write_set(tmp_path, [3])
+    files = [("1.png", b"\x89PNG\r\n\x1a\n" + bytes(40)), ("2.jpg", b"")]
+    bad = write_tar(tmp_path / "bad.tar", files)
+    dataset = penstock.open_dataset([path, str(bad)])
+    for index, key in ((3, "1"), (4, "2")):
+        with pytest.raises(BadImage, match=rf"bad\.tar, key '{key}', byte \d+"):
+            dataset[index]
+    assert dataset[2]["cls"] == 2  # control
 
 
 # Whole epochs
