@@ -628,15 +628,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         if not self._is_iterable() or not state.start or state.streams:
             return
         num_batches, state.start = state.start // (self._rows_per_batch() or 1), 0
-        from penstock.order.stream_state import has_shuffle_buffer
+        from penstock.order.stream_state import why_replayed
 
-        why = "has no state_dict()"
-        if has_shuffle_buffer(self.dataset):
-            why = "does not save its shuffle buffer in state_dict()"
-        warn_user(
-            f"the dataset {why}, so {num_batches} batches are loaded again and dropped to reach "
-            "the saved position"
-        )
+        warn_user(why_replayed(self.dataset, num_batches))
         for _ in itertools.islice(batches, num_batches):
             pass
 

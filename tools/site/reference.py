@@ -26,7 +26,7 @@ GROUPS = {
     "Loading": ("loader", "integrations.patch", "engine.loading.bad_sample_file"),
     "Order and randomness": ("order", "engine.parent.replay"),
     "The same bits": ("verify",),
-    "Sharing": ("engine.memory",),
+    "Sharing": ("engine.memory", "engine.pickling.reopenable"),
     "Packed sets and images": ("packing", "sources", "images"),
     "To the GPU": ("device",),
     "Time": ("trace", "options"),

@@ -35,6 +35,17 @@ def has_shuffle_buffer(dataset: Any) -> bool:
     return any(type(stage).__name__ == _SHUFFLE_BUFFER for stage in stages)
 
 
+def why_replayed(dataset: Any, num_batches: int) -> str:
+    """Return the warning for a dataset whose delivered batches are loaded again after a resume."""
+    why = "has no state_dict()"
+    if has_shuffle_buffer(dataset):
+        why = "does not save its shuffle buffer in state_dict()"
+    return (
+        f"the dataset {why}, so {num_batches} batches are loaded again and dropped to reach the "
+        "saved position"
+    )
+
+
 def _stages_of(stage: Any) -> Iterator[Any]:
     waiting, seen = [stage], 0
     while waiting and seen < _MAX_STAGES:
