@@ -240,8 +240,8 @@ def _unlike_sources(saved: Any, now: Any) -> list[str]:
     if saved.get("number") != now["number"]:
         return [f"sources: {saved.get('number')} in the state, {now['number']} here"]
     unlike = []
-    for name in now:
-        before, after = saved.get(name), now[name]
+    for name in {**now, **saved}:
+        before, after = saved.get(name), now.get(name)
         if before == after:
             continue
         if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):

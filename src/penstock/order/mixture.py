@@ -241,6 +241,9 @@ class Mixture:
             "weights": [_shares(weights) for _, weights in self._changes],
             "positions of weights": [term for term, _ in self._changes],
         }
+        contents = list(map(_describe_content, self.datasets))
+        if any(contents):
+            lists["contents"] = contents
         if len(self.datasets) > FULL_FINGERPRINT or len(self._changes) > FULL_FINGERPRINT:
             lists = {name: _hash(values) for name, values in lists.items()}
         how = {} if self.num_mixed is None else {"num_mixed": self.num_mixed}
@@ -550,6 +553,19 @@ def _check_budgets(max_bad: Any, num_sources: int) -> list[float | None]:
             remedy="one value for all sources, or one for each",
         )
     return [check_max_bad("max_bad", value) for value in values]
+
+
+def _describe_content(source: Any) -> str | None:
+    """Return what is known of a source's content without reading it.
+
+    That is its own ``fingerprint``, if it has that attribute, or a hash of its blocks.
+    """
+    own, starts = probe(source, "fingerprint"), probe(source, "block_starts")
+    if isinstance(own, str):
+        return own
+    if not isinstance(starts, np.ndarray) or len(starts) > len(source):  # one sample in each block
+        return None
+    return hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def _shares(weights: list[Fraction]) -> list[float]:

@@ -39,6 +39,12 @@ class Batched(Tagged):
         return [self[index] for index in indices]
 
 
+class InBlocks(Tagged):
+    @property
+    def block_starts(self) -> np.ndarray:
+        return np.array([0, 3, 10, 14, 20, 27, 31, 40])
+
+
 def read(loader: Any) -> list[tuple[str, int]]:
     return [one for batch in loader for one in zip(*batch_lists(batch), strict=True)]
 
@@ -236,6 +242,23 @@ def test_a_state_of_other_sources_is_refused_by_name(pairs: Any, how: Any, messa
     loader_of(length=100).load_state_dict(state)  # the control
 
 
+def test_sources_may_describe_their_content() -> None:
+    def make(content: str) -> Any:
+        source = Tagged("a", 30)
+        source.fingerprint = content  # type: ignore[attr-defined]
+        return loader_of([(source, 3), (InBlocks("b", 40), 1)], length=100)
+
+    state = make("of May").state_dict()
+    make("of May").load_state_dict(state)
+    with pytest.raises(
+        BadState, match=r"contents\[0\] of the sources: 'of May' in the state, 'of J"
+    ):
+        make("of June").load_state_dict(state)
+    other = loader_of([(Tagged("a", 30), 3), (Tagged("b", 40), 1)], length=100)
+    with pytest.raises(BadState, match="contents of the sources"):
+        other.load_state_dict(state)
+
+
 def test_weights_in_other_units_are_the_same_weights() -> None:
     state = loader_of(length=100).state_dict()
     loader_of([(Tagged("a", 30), 0.75), (Tagged("b", 10), 0.25)], length=100).load_state_dict(state)
@@ -325,12 +348,6 @@ def test_a_sample_is_replayed(shuffle: bool) -> None:
     short = DataLoader(penstock.mix([(range(30), 3), (range(5), 1)]), batch_size=8, seed=4)
     with pytest.raises(BadArgument, match="sample 29 of source '0'"):
         penstock.replay(short, 0, 29)
-
-
-class InBlocks(Tagged):
-    @property
-    def block_starts(self) -> np.ndarray:
-        return np.array([0, 3, 10, 14, 20, 27, 31, 40])
 
 
 def test_sources_in_blocks_are_shuffled_by_groups_of_blocks() -> None:
