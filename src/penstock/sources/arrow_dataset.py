@@ -80,6 +80,7 @@ class ArrowDataset(TableReader):
     """Rows of Arrow files. See :func:`penstock.open_dataset`."""
 
     unit = "record batch"
+    has_views = True
 
     def _read_arrays(self, place: TableBlock) -> tuple[dict[str, Any], int]:
         file: IpcFile = self._files.handle(place.file)

@@ -82,7 +82,7 @@ class ChunkReader(BlockReader):
         return offsets
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
-        self._files.check(block)
+        self._files.check_soon(block)
         content = self._block(block)
         samples = self._take_mapped(content, block, rows)
         self._files.check(block)  # nothing was read from a file that has changed

@@ -113,6 +113,8 @@ def import_pyarrow() -> Any:
 
 def join_chunks(column: Any) -> Any:
     """Return a chunked column as one array."""
+    if column.num_chunks == 1:
+        return column.chunk(0)  # combine_chunks() would copy it
     joined = column.combine_chunks()
     if hasattr(joined, "chunks"):  # more text than 32-bit offsets can hold, or no chunk
         pyarrow = import_pyarrow()

@@ -1,19 +1,25 @@
 """Files that a library opens: kept open in each process, and checked for changes at every read.
 
 :class:`~penstock.sources.source_files.SourceFiles` reads bytes itself. Here another library
-(pyarrow, Lance) has the file open, so the file behind the path is compared before and after.
+(pyarrow, Lance) or a memory map has the file open, so the file behind the path is compared after
+every read from it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import BadStore, Damaged
 from penstock.sources.source_files import MAX_OPEN, FileStamp, changed_error, read_stamp
+
+CHECK_EVERY_S = 0.05
+"""How often a file is compared while decoded copies of its content are used."""
 
 
 class TableFiles:
@@ -46,6 +52,7 @@ class TableFiles:
         self._process = os.getpid()
         self._mutex = threading.Lock()
         self._handles: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._checked_s: dict[int, float] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
         return TableFiles, (self.paths, self._open_file, self.stamps)
@@ -77,6 +84,13 @@ class TableFiles:
         found = self._handles.get(file)
         if found is not None and found[1] != inode:
             raise changed_error(self.paths[file])
+
+    def check_soon(self, file: int) -> None:
+        """Like :meth:`check`, at most every ``CHECK_EVERY_S`` for each file."""
+        now_s = time.monotonic()
+        if now_s - self._checked_s.get(file, -math.inf) >= CHECK_EVERY_S:
+            self.check(file)
+            self._checked_s[file] = now_s
 
     def _inode(self, file: int) -> int:
         path = self.paths[file]

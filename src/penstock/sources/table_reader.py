@@ -67,11 +67,17 @@ def make_field(kind: Any, feature: Any = None) -> TableField:
 
 
 class BlockColumns:
-    """The decoded columns of a block, by field name. ``nbytes`` is what they keep in memory."""
+    """The decoded columns of a block, by field name.
 
-    def __init__(self, columns: dict[str, Column], nbytes: int) -> None:
+    Args:
+        nbytes: What they keep in memory.
+        is_view: They may be views of the file, and change with it.
+    """
+
+    def __init__(self, columns: dict[str, Column], nbytes: int, *, is_view: bool = False) -> None:
         self.columns = columns
         self.nbytes = nbytes
+        self.is_view = is_view
 
 
 class TableReader(BlockReader):
@@ -87,6 +93,8 @@ class TableReader(BlockReader):
 
     unit = "block"
     """What a block is in this format, for error messages."""
+    has_views = False
+    """Columns may be views of a memory map."""
 
     def __init__(
         self,
@@ -137,11 +145,12 @@ class TableReader(BlockReader):
             if found - {place.num_rows}:
                 raise ValueError(f"{found} rows instead of {place.num_rows}")
             columns = make_columns(arrays, self._fields, decode=self._decode)
+            self._files.check(place.file)
         except PenstockError:
             raise
         except Exception as error:  # pyarrow's errors have many types
             raise self._damaged(block, describe(error)) from None
-        return BlockColumns(columns, num_bytes)
+        return BlockColumns(columns, num_bytes, is_view=self.has_views)
 
     def _block(self, block: int) -> BlockColumns:
         """Return a block from the cache, or decode it. Threads that need the same one wait."""
@@ -156,10 +165,11 @@ class TableReader(BlockReader):
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
         file = self._blocks[block].file
-        self._files.check(file)
+        self._files.check_soon(file)
         content = self._block(block)
         samples = [self._sample(content, row) for row in rows]
-        self._files.check(file)  # the columns may be views of the file
+        if content.is_view:
+            self._files.check(file)
         return samples
 
     def _sample(self, content: BlockColumns, row: int) -> dict[str, Any]:
@@ -204,11 +214,12 @@ class TableReader(BlockReader):
         for block in np.unique(blocks).tolist():
             places = np.flatnonzero(blocks == block)
             file = self._blocks[block].file
-            self._files.check(file)
-            columns = self._block(block).columns
-            for target, (name, column) in zip(out, columns.items(), strict=True):
+            self._files.check_soon(file)
+            content = self._block(block)
+            for target, (name, column) in zip(out, content.columns.items(), strict=True):
                 copy_rows(self._rows_of(name, column), rows[places], target, places)
-            self._files.check(file)
+            if content.is_view:
+                self._files.check(file)
 
     def _rows_of(self, name: str, column: Column) -> np.ndarray:
         found = column.rows()

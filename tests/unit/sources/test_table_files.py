@@ -79,6 +79,20 @@ def test_a_file_that_changed_before_it_was_opened_again_raises(tmp_path: Any) ->
     assert pickle.loads(files).handle(1) == "file 1"
 
 
+def test_decoded_copies_are_compared_from_time_to_time(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_files(tmp_path)
+    files = TableFiles(paths, read_text)
+    monkeypatch.setattr(table_files, "CHECK_EVERY_S", 1000)
+    files.check_soon(0)
+    os.unlink(paths[0])
+    files.check_soon(0)  # checked a moment ago
+    monkeypatch.setattr(table_files, "CHECK_EVERY_S", 0)
+    with pytest.raises(Damaged, match="cannot be opened"):
+        files.check_soon(0)
+
+
 def test_a_missing_file_is_named(tmp_path: Any) -> None:
     with pytest.raises(BadStore, match=r"none\.txt cannot be opened"):
         TableFiles([str(tmp_path / "none.txt")], read_text)
