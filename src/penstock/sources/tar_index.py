@@ -331,16 +331,22 @@ def _pieces(index: TarIndex) -> Iterator[bytes]:
         yield content + bytes(-len(content) % _ALIGNMENT)
 
 
-def index_paths(path: str) -> tuple[str, str]:
-    """Return where the index of an archive can lie: beside it, or in the cache folder."""
+def path_beside(path: str) -> str:
+    """Return the path of an archive's index, beside the archive."""
+    return path + ENDING
+
+
+def path_in_cache(path: str) -> str:
+    """Return the path of an archive's index in the cache folder."""
     whole = os.path.realpath(path)
     name = hashlib.sha256(os.fsencode(whole)).hexdigest()[:16] + "-" + os.path.basename(whole)
-    return path + ENDING, str(cache_folder() / "tar-indexes" / (name + ENDING))
+    return str(cache_folder() / "tar-indexes" / (name + ENDING))
 
 
 def find_index(path: str, stamp: FileStamp) -> tuple[TarIndex, str] | None:
     """Return the valid index of an archive and its path, or None."""
-    for place in index_paths(path):
+    for find_path in (path_beside, path_in_cache):
+        place = find_path(path)
         index = load_index(place, stamp)
         if index is not None:
             return index, place
@@ -352,7 +358,7 @@ def make_index(
 ) -> tuple[TarIndex, str | None]:
     """Build and store the index of an archive. The path is None if it cannot be stored."""
     index = build_index(path, tell)
-    beside, cached = index_paths(path)
+    beside, cached = path_beside(path), path_in_cache(path)
     with contextlib.suppress(OSError):
         if not os.access(os.path.dirname(beside) or ".", os.W_OK):
             os.makedirs(os.path.dirname(cached), exist_ok=True)

@@ -19,10 +19,11 @@ from penstock.sources.tar_index import (
     ENDING,
     build_index,
     find_index,
-    index_paths,
     load_index,
     make_index,
     open_indexes,
+    path_beside,
+    path_in_cache,
 )
 from support.tar_archives import sample_files, write_shards, write_tar
 
@@ -121,7 +122,7 @@ def test_an_index_lies_in_the_cache_if_the_folder_cannot_be_written(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = write_shards(tmp_path, [5])
-    beside, cached = index_paths(path)
+    beside, cached = path_beside(path), path_in_cache(path)
     write = tar_index.write_index
     monkeypatch.setattr(
         tar_index,
@@ -163,7 +164,7 @@ def test_a_full_disk_leaves_no_part_and_the_parts_of_killed_processes_are_remove
 
 
 def test_archives_of_one_name_in_two_folders_have_two_indexes(tmp_path: Path) -> None:
-    one, other = (index_paths(str(tmp_path / folder / "a.tar"))[1] for folder in "xy")
+    one, other = (path_in_cache(str(tmp_path / folder / "a.tar")) for folder in "xy")
     assert one != other
 
 
