@@ -166,7 +166,7 @@ class Interleaving:
             sources = self.sources_at(terms)
             return sources, self.turns_at(terms, sources)
         # A few sources have all terms of a range: counting them takes a third of the time.
-        sources = self.sources_at(np.arange(first, last))
+        sources = self.sources_at(np.arange(first, last, dtype=np.int64))
         turns = np.empty(last - first, np.int64)
         for source in range(num_sources):
             (own,) = np.nonzero(sources == source)
@@ -203,7 +203,8 @@ class Interleaving:
         """Return the term at which ``source`` has its turn. The inverse of :meth:`turns_at`."""
         low, high = 0, MAX_TERM  # the turn is at low or later, and before high
         while high - low > 1:
-            terms = np.arange(low, high, max(1, (high - low) // 64))
+            step = max(1, (high - low) // 64)
+            terms = np.arange(low, high, step, dtype=np.int64)
             turns = self.turns_at(terms, np.full(len(terms), source))
             place = int(np.searchsorted(turns, turn, side="right"))
             low, high = int(terms[place - 1]), int(terms[place]) if place < len(terms) else high
