@@ -27,6 +27,7 @@ from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.pickling.environment import describe_environment
+from penstock.engine.pickling.libraries import has_threads
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
 from penstock.engine.pickling.process_bound import find_inherited
 from penstock.errors import StartFailed, warn_user
@@ -273,12 +274,17 @@ class Launcher:
         return process
 
 
+def _why_unsafe(part: Any) -> str:
+    if has_threads(type(part)):
+        return "reads with threads that forked workers do not have, so they can hang"
+    return "is shared by this process and all forked workers, so they read each other's data"
+
+
 def _warn_of_inherited(objects: dict[str, Any]) -> tuple[str, ...]:
     """Warn about sockets, pipes and files that forked workers share. Does not change them."""
     notes = tuple(
-        f"{path} ({type(part).__module__}.{type(part).__qualname__}) is shared by this process and "
-        "all forked workers, so they read each other's data. Open it on first use in the worker, "
-        "or remove multiprocessing_context='fork'"
+        f"{path} ({type(part).__module__}.{type(part).__qualname__}) {_why_unsafe(part)}. Open it "
+        "on first use in the worker, or remove multiprocessing_context='fork'"
         for path, part in find_inherited(objects)
     )
     for note in notes:

@@ -69,11 +69,31 @@ _REJECTED = {
         "fsspec.implementations.memory", _IN_MEMORY, "{path} = fsspec.filesystem('file')"
     ),
 }
+_THREADED = {
+    "LocalStore": "obstore.store",
+    "S3Store": "obstore.store",
+    "GCSStore": "obstore.store",
+    "AzureStore": "obstore.store",
+    "HTTPStore": "obstore.store",
+    "MemoryStore": "obstore.store",
+    "LanceDataset": "lance.dataset",
+    "ParquetFile": "pyarrow.parquet",
+    "FileSystemDataset": "pyarrow.dataset",
+}
+"""Classes that read with threads of their library, and their modules."""
 _FSSPEC_FILES = {
     "LocalFileOpener": "fsspec.implementations.local",
     "AbstractBufferedFile": "fsspec.spec",
     "PickleableTextIOWrapper": "fsspec.core",
 }
+
+
+def has_threads(kind: type) -> bool:
+    """Return True if objects of this class read with threads, which a forked worker lacks."""
+    return any(
+        base.__name__ in _THREADED and base is _class_in(_THREADED[base.__name__], base.__name__)
+        for base in kind.__mro__
+    )
 
 
 # -- rejected handles ------------------------------------------------------------------------------

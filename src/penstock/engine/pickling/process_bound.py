@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.engine.pickling.handles import is_handle, is_shared_by_forks
+from penstock.engine.pickling.libraries import has_threads
 from penstock.order.object_walk import ObjectWalk
 from penstock.user_objects import probe
 
@@ -93,7 +94,10 @@ def connections_of_queue(obj: Any) -> list[Any]:
 
 
 def find_inherited(objects: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the sockets, pipes, databases and files that forked workers would share."""
+    """Yield the sockets, pipes, databases and files that forked workers would share.
+
+    Includes objects whose library reads with threads, which do not exist in forked workers.
+    """
     for name, value in objects.items():
         walk = ObjectWalk(_is_end_of_walk)
         for path, part in walk.find(name, value, max_holders=_MAX_HOLDERS):
@@ -108,4 +112,6 @@ def _is_end_of_walk(value: Any) -> bool:
 
 
 def _is_shared_by_forks(value: Any) -> bool:
+    if has_threads(type(value)):
+        return True
     return is_shared_by_forks(value) or (is_suspect(type(value)) and bool(why_bound(value)))

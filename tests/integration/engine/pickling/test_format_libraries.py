@@ -16,6 +16,7 @@ import pytest
 
 import penstock
 from penstock import DataLoader
+from penstock.engine.parent.launcher import _warn_of_inherited
 from penstock.engine.pickling.process_bound import find_inherited
 from penstock.errors import BadArgument, CannotTravel
 from support.pickling import Holder, arrived, refusal
@@ -119,14 +120,26 @@ def test_pyarrow_files_that_cannot_be_reopened_are_refused(numbers: Path) -> Non
     assert "deleted or replaced" in refusal(file)
 
 
-def test_a_shared_position_of_a_pyarrow_file_is_reported_for_forked_workers(numbers: Path) -> None:
+def test_handles_that_forked_workers_cannot_use_are_named_with_the_reason(numbers: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
+    obstore = pytest.importorskip("obstore")
     path = str(numbers.with_name("x.parquet"))
     pq.write_table(pa.table({"x": [1]}), path)
-    dataset = Holder(file=pa.OSFile(str(numbers)), parquet=pq.ParquetFile(path))
-    found = [name for name, _ in find_inherited({"dataset": dataset})]
-    assert found == ["dataset.file"]  # a ParquetFile reads at given positions
+    dataset = Holder(
+        file=pa.OSFile(str(numbers)),
+        mapped=pa.memory_map(str(numbers)),  # keeps its position in its process
+        parquet=pq.ParquetFile(path),
+        store=obstore.store.LocalStore(str(numbers.parent)),
+    )
+    with pytest.warns(UserWarning, match="forked workers") as caught:
+        notes = _warn_of_inherited({"dataset": dataset})
+    assert notes == tuple(str(one.message) for one in caught)
+    file, parquet, store = notes
+    assert "dataset.file (pyarrow.lib.OSFile) is shared by this process and all forked" in file
+    for name, text in (("parquet", parquet), ("store", store)):
+        assert text.startswith(f"dataset.{name} (")
+        assert "reads with threads that forked workers do not have, so they can hang" in text
 
 
 @pytest.mark.parametrize("method", REOPENED)
@@ -256,8 +269,7 @@ def test_fsspec_files_that_cannot_be_reopened_are_refused(numbers: Path) -> None
 # -- obstore and Lance -----------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:lance is not fork-safe:UserWarning")
-@pytest.mark.parametrize("method", [*REOPENED, "fork"])
+@pytest.mark.parametrize("method", REOPENED)
 def test_obstore_stores_are_read_by_workers(numbers: Path, method: str) -> None:
     obstore = pytest.importorskip("obstore")
     store = obstore.store.LocalStore(str(numbers.parent))
