@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from operator import lt
@@ -17,7 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from penstock.errors import BadArgument, BadImage, BadStore, Damaged, MissingExtra
-from penstock.sources.blocks import NUM_MIXED, BlockReader
+from penstock.sources.blocks import BlockReader, BlockTouches
 from penstock.sources.member_decoders import (
     MemberDecoder,
     is_cropped_inside,
@@ -34,11 +33,6 @@ from penstock.sources.tar_index import (
 )
 
 KEY, URL = "__key__", "__url__"
-_NUM_TOUCHED = 2 * NUM_MIXED
-_WHOLE_FROM = 4
-_WHOLE_SHARE = 8
-"""A block is read whole once 4 of its samples and an 8th of them were wanted, while no more than
-_NUM_TOUCHED other blocks were. A block order does so soon, and a random order seldom does."""
 
 
 class TarSpan(NamedTuple):
@@ -123,7 +117,7 @@ class TarDataset(BlockReader):
         """Make what does not travel to other processes."""
         self._decoders: dict[str, MemberDecoder] = {}
         self._steps: dict[int, list[FieldStep | None]] = {}
-        self._touched: OrderedDict[int, int] = OrderedDict()
+        self._touches = BlockTouches()
 
     def _choose_fields(
         self, columns: Sequence[str] | None, decode: bool, allow_pickle: bool
@@ -176,7 +170,7 @@ class TarDataset(BlockReader):
         state = super().__getstate__()
         # Indexes on disk are opened again. Those that could not be stored travel.
         kept = {n: one for n, one in self._indexes.items() if self._index_paths[n] is None}
-        fresh: dict[str, Any] = {"_decoders": {}, "_steps": {}, "_touched": OrderedDict()}
+        fresh: dict[str, Any] = {"_decoders": {}, "_steps": {}, "_touches": BlockTouches()}
         return {**state, **fresh, "_indexes": kept}
 
     # -- samples ---------------------------------------------------------------------------------
@@ -202,7 +196,7 @@ class TarDataset(BlockReader):
         """Return samples of a block. The first ones are read alone, then the whole block."""
         cache = self._cached_blocks()
         span: TarSpan | None = cache.get(block)
-        if span is None and self._touch(block, len(rows)):
+        if span is None and self._is_wanted(block, len(rows)):
             span = self._read_block(block)
             cache.put(block, span)
         if span is not None:
@@ -212,17 +206,10 @@ class TarDataset(BlockReader):
             self._sample(self._read_span(archive, first + row, first + row + 1), 0) for row in rows
         ]
 
-    def _touch(self, block: int, num_rows: int) -> bool:
+    def _is_wanted(self, block: int, num_rows: int) -> bool:
         """Return True if the block should be read whole."""
-        touched = self._touched
-        num_rows += touched.pop(block, 0)
         num_samples = int(self._block_starts[block + 1] - self._block_starts[block])
-        if num_rows >= max(_WHOLE_FROM, num_samples // _WHOLE_SHARE):
-            return True
-        touched[block] = num_rows
-        if len(touched) > _NUM_TOUCHED:
-            touched.popitem(last=False)
-        return False
+        return self._touches.add(block, num_rows, num_samples)
 
     def _locate(self, block: int) -> tuple[int, int]:
         """Return the archive of a block, and the number of its first sample in the archive."""

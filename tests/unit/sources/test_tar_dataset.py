@@ -12,7 +12,7 @@ import pytest
 
 import penstock
 from penstock.errors import BadArgument, BadStore, Damaged
-from penstock.sources import tar_dataset
+from penstock.sources import blocks
 from penstock.sources.tar_dataset import TarDataset
 from penstock.sources.tar_index import ENDING
 from support.tar_archives import npy, sample_files, write_shards, write_tar
@@ -52,7 +52,7 @@ def test_samples_of_all_archives_follow_each_other(shards: list[str]) -> None:
 def test_samples_are_the_same_read_alone_or_in_blocks(
     shards: list[str], whole_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tar_dataset, "_WHOLE_FROM", whole_from)
+    monkeypatch.setattr(blocks, "_WHOLE_FROM", whole_from)
     data = TarDataset(shards)
     order = np.random.default_rng(0).permutation(20).tolist()
     for sample, number in zip(data.__getitems__(order), order, strict=True):
