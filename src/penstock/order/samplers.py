@@ -15,7 +15,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
-    from penstock.order.epoch_state import EpochState
-    from penstock.order.mixture import Mixture
 
 CHUNK = 4096
 """Number of indices computed at a time. Takes 0.2 ms and 160 KB of temporary memory."""
@@ -110,6 +108,13 @@ class OrderOptions(TypedDict, total=False):
     padding: bool
 
 
+class Progress(Protocol):
+    """How far an epoch has come: an :class:`~penstock.order.epoch_state.EpochState`."""
+
+    start: int
+    num_batches: int
+
+
 class Order(ShardedOrder):
     """Base class of samplers: an order of sample indices.
 
@@ -118,7 +123,7 @@ class Order(ShardedOrder):
         fingerprint: What a saved state keeps of the sources of a mixture.
     """
 
-    mixture: Mixture | None = None
+    mixture: Any = None
     fingerprint: dict[str, Any] | None = None
 
     def __init__(
@@ -164,7 +169,7 @@ class Order(ShardedOrder):
         """Return the index at ``position`` of the epoch, on any rank."""
         return int(self.at(np.array([position], dtype=np.int64))[0])
 
-    def counter(self, state: EpochState) -> Callable[[], dict[str, int]] | None:
+    def counter(self, state: Progress) -> Callable[[], dict[str, int]] | None:
         """Return a function that counts the delivered samples of each source of a mixture."""
         return None
 
