@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -121,8 +122,32 @@ def on_windows(stack: ExitStack, folder: Path) -> Iterator[Any]:
     yield queue
 
 
+def stand_in(stack: ExitStack, module: str, name: str) -> Any:
+    """Return an object of a class of a library. ``test_format_libraries.py`` has the real ones."""
+    made = types.ModuleType(module)
+    kind = type(name, (), {"__module__": module})
+    setattr(made, name, kind)
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setitem(sys.modules, module, made)
+    return kind()
+
+
+def without_path(stack: ExitStack, folder: Path) -> Iterator[Any]:
+    yield stand_in(stack, "torchcodec.decoders", "VideoDecoder")
+    yield stand_in(stack, "pyarrow.parquet", "ParquetFile")
+    yield stand_in(stack, "pyarrow.ipc", "RecordBatchFileReader")
+    yield stand_in(stack, "lance.file", "LanceFileReader")
+
+
+def in_memory(stack: ExitStack, folder: Path) -> Iterator[Any]:
+    yield stand_in(stack, "obstore.store", "MemoryStore")
+    yield stand_in(stack, "fsspec.implementations.memory", "MemoryFileSystem")
+
+
 ROWS: dict[str, Callable[[ExitStack, Path], Iterator[Any]]] = {
     "an open file, archive or database that is written to, or whose file was deleted": files,
+    "a torchcodec decoder, a `pq.ParquetFile`, a reader of Arrow IPC or Lance files": without_path,
+    "a `MemoryStore` of obstore, a memory file system of fsspec": in_memory,
     "a socket, also inside a connection, a pool or a driver of a library": connections,
     "an end of a pipe (`os.pipe`, `multiprocessing.Pipe`)": pipes,
     "a running child process (`subprocess.Popen`, `multiprocessing.Process`)": children,
