@@ -161,7 +161,9 @@ def open_lance(
 
 def _count_bytes(path: str, fragment: Any) -> int:
     """Return the size of a fragment's files, or 0 if they are not local."""
-    names = [os.path.join(path, "data", file.path) for file in fragment.data_files()]
+    found = [file.path for file in fragment.data_files()]
+    found = [one if isinstance(one, str) else one() for one in found]  # old: a method
+    names = [os.path.join(path, "data", one) for one in found]
     return sum(os.path.getsize(name) for name in names if os.path.exists(name))
 
 

@@ -35,7 +35,7 @@ ARRAYS = [
     pa.array([1, -2, 3], pa.int8()),
     pa.array([1, 2, 2**63], pa.uint64()),
     pa.array([0.1, float("inf"), -2], pa.float32()),
-    pa.array([0.5, 1, 2], pa.float16()),
+    pa.array(np.array([0.5, 1, 2], np.float16)),
     pa.array([True, False, True]),
     pa.array([1, None, 3]),
     pa.array(["a", "é", None]),
