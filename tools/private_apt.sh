@@ -3,7 +3,7 @@
 # installed. Packages are downloaded from the mirror that this machine's apt uses, and can be unpacked
 # with dpkg -x. Nothing is installed.
 #
-#   tools/private_apt.sh FOLDER SUITE ARCHITECTURE COMMAND...
+#   [TYPES=deb-src] tools/private_apt.sh FOLDER SUITE ARCHITECTURE COMMAND...
 set -eu
 
 folder=$1 suite=$2 architecture=$3
@@ -11,7 +11,7 @@ shift 3
 mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial" "$folder/sources"
 : >"$folder/status"
 cat >"$folder/sources/debian.sources" <<END
-Types: deb
+Types: ${TYPES:-deb}
 URIs: $(tools/windows_leg.sh mirror)
 Suites: $suite
 Components: main
