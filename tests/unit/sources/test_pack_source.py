@@ -68,6 +68,7 @@ CANNOT = {
     "a name with a slash": (Given({"a/b": 1}), {}, "cannot be the name of a field"),
     "a name that leads out": (Given({"..": 1}), {}, "cannot be the name of a field"),
     "a name with a slash, given": (Given((1, 2)), {"fields": ["a", "b/c"]}, "cannot be the name"),
+    "names that differ in case only": (Given({"x": 1, "X": 2}), {}, "differ in more than case"),
     "too few names": (Given((1, 2)), {"fields": ["a"]}, "has 1 names, but a sample has 2"),
     "a name that is not there": (Given({"a": 1}), {"fields": {"b": Field()}}, "fields= has 'b'"),
     "another form": (Given(*[(1, 2)] * 22, (1, 2, 3), *[(1, 2)] * 18), {}, "sample 22 is a tuple"),

@@ -18,6 +18,8 @@ from penstock.machine import collect, host
 from support.datasets import Samples, assert_same
 from support.datasets import collect as load
 
+pytestmark = pytest.mark.legacy
+
 
 @pytest.fixture
 def no_gil(monkeypatch: pytest.MonkeyPatch) -> None:
