@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,6 +184,15 @@ def test_macos_asks_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert cpu_model() == "Apple M2"
     assert asked[0][-1] == "machdep.cpu.brand_string"
+
+
+def test_the_peak_is_in_kib_although_macos_reports_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(ru_maxrss=2048)
+    resource = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
+    monkeypatch.setattr(host, "_resource", resource)
+    for platform, expected in (("linux", 2048), ("darwin", 2)):
+        monkeypatch.setattr(sys, "platform", platform)
+        assert host.peak_kb() == expected
 
 
 def fail(*_: object, **__: object) -> None:
