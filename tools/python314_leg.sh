@@ -17,7 +17,6 @@ tree=$state/tree
 # What the version of Python can break: start methods, forks, annotations, pickling, reference counts,
 # the interpreter's own modules.
 SELECTION="tests/unit tests/integration/test_loader.py tests/integration/cli/test_run.py
-    tests/integration/order/test_reproducible.py tests/integration/order/test_loader_state.py
     tests/integration/engine/parent tests/integration/engine/pickling
     tests/faults/engine/parent/test_clean_process.py tests/faults/engine/parent/test_fork_server.py
     tests/faults/engine/worker"

@@ -235,9 +235,11 @@ def _why_not(under: list[MemoryMapping], block: int, end: int) -> str:
             return f"its memory is locked, registered or otherwise special ({sorted(strange)})"
     padding, size = (ctypes.c_size_t.from_address(block - back).value for back in (16, 8))
     size, kind = size & ~7, size & 7
-    begin = block - _HEADER_BYTES - padding
-    is_block = kind == _IS_MMAPPED and begin % _PAGE == 0 and (padding + size) % _PAGE == 0
-    if not is_block or begin + padding + size < end:
+    begin, length = block - _HEADER_BYTES - padding, padding + size
+    if length % _PAGE == _PAGE - _HEADER_BYTES:  # from glibc 2.43 on, without the header
+        length += _HEADER_BYTES
+    is_block = kind == _IS_MMAPPED and begin % _PAGE == 0 and length % _PAGE == 0
+    if not is_block or begin + length < end:
         return "it is not a separate block of glibc's malloc"
     return ""
 

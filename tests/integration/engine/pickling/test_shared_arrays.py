@@ -19,7 +19,7 @@ import torch
 from penstock.device.on_demand_thread import OnDemandThread
 from penstock.engine.pickling import pickler, shared_arrays
 from penstock.engine.pickling.pickler import PickledObjects, PickleFile
-from penstock.engine.pickling.process_maps import is_unwritten, list_mappings
+from penstock.engine.pickling.process_maps import MemoryMapping, is_unwritten, list_mappings
 from support.pickling import arrive
 
 pytestmark = [
@@ -29,6 +29,7 @@ pytestmark = [
 
 NUM_BYTES = pickler.LARGE_BYTES + 3 * mmap.PAGESIZE + 40
 SLACK = 12 << 20
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture(autouse=True)
@@ -483,3 +484,36 @@ def test_our_own_thread_that_unpins_does_not_count(monkeypatch: pytest.MonkeyPat
         assert len(shared_arrays._busy_threads()) == len(before) + 1
     finally:
         done.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "size", "is_block"),
+    [
+        ("up to glibc 2.42", 0, 4 * PAGE, True),
+        ("up to glibc 2.42, aligned", 48, 4 * PAGE - 48, True),
+        ("from glibc 2.43 on", 0, 4 * PAGE - 16, True),
+        ("from glibc 2.43 on, aligned", 48, 4 * PAGE - 64, True),
+        ("part of a larger block", 0, 4 * PAGE - 32, False),
+        ("too short", 0, 3 * PAGE - 16, False),
+    ],
+)
+def test_the_header_of_a_block_is_read_as_each_glibc_writes_it(
+    name: str, padding: int, size: int, is_block: bool
+) -> None:
+    with mmap.mmap(-1, 4 * PAGE) as memory:
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        start = ctypes.addressof(view)
+        header = (ctypes.c_size_t * 2).from_address(start + padding)
+        header[:] = [padding, size | 2]
+        mapping = MemoryMapping(
+            start=start,
+            end=start + 4 * PAGE,
+            rights="rw-p",
+            offset=0,
+            file=("00:00", "0"),
+            name="",
+            flags=frozenset({"rd", "wr", "mr", "mw", "me", "ac"}),
+        )
+        reason = shared_arrays._why_not([mapping], start + padding + 16, start + 4 * PAGE)
+        del view, header
+    assert (reason == "") == is_block, reason
