@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
-    from penstock.order.samplers import OrderOptions, Progress
+    from penstock.order.samplers import EpochProgress, OrderOptions
 
 Weights = Sequence[Any]
 MAX_SOURCES = 1_000_000
@@ -392,7 +392,7 @@ class MixtureOrder(Order):
         found = self._sequence.counts(last) - self._sequence.counts(self._first_term)
         return dict(zip(self.mixture.names, found.tolist(), strict=True))
 
-    def counter(self, state: Progress) -> Callable[[], dict[str, int]]:
+    def counter(self, state: EpochProgress) -> Callable[[], dict[str, int]]:
         return lambda: self.counts(state.start + state.num_batches * self._group)
 
     def position_of(self, index: int) -> int:

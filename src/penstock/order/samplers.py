@@ -108,7 +108,7 @@ class OrderOptions(TypedDict, total=False):
     padding: bool
 
 
-class Progress(Protocol):
+class EpochProgress(Protocol):
     """How far an epoch has come: an :class:`~penstock.order.epoch_state.EpochState`."""
 
     start: int
@@ -169,7 +169,7 @@ class Order(ShardedOrder):
         """Return the index at ``position`` of the epoch, on any rank."""
         return int(self.at(np.array([position], dtype=np.int64))[0])
 
-    def counter(self, state: Progress) -> Callable[[], dict[str, int]] | None:
+    def counter(self, state: EpochProgress) -> Callable[[], dict[str, int]] | None:
         """Return a function that counts the delivered samples of each source of a mixture."""
         return None
 
