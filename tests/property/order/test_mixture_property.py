@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import penstock
@@ -254,6 +254,7 @@ def test_weights_change_without_repeating_a_sample(
 
 @settings(max_examples=50)
 @given(st.lists(WEIGHTS, min_size=1, max_size=200), st.sampled_from([2**32, 3**20, 7**11]))
+@example([3, 16.0, 16.0, 6e-193], 2**32)
 def test_shares_are_within_a_unit_of_the_exact_ones(weights: list[Any], unit: int) -> None:
     assume(any(weights))
     exact = [Fraction(weight) for weight in weights]
@@ -264,5 +265,6 @@ def test_shares_are_within_a_unit_of_the_exact_ones(weights: list[Any], unit: in
         share = unit * weight / sum(exact)
         assert (part > 0) == (weight > 0)
         num_raised += part == 1 and share < 1
-        assert abs(part - share) <= 1 or part == max(parts)
+        is_giver = part >= max(parts) - 1  # equal shares give up units in turn
+        assert abs(part - share) <= 1 or is_giver
     assert max(parts) >= unit * max(exact) / sum(exact) - 1 - num_raised

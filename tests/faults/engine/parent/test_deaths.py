@@ -186,7 +186,7 @@ def test_a_death_in_an_iterable_dataset_is_told() -> None:
             yield from range(5)
             leave()
 
-    error: Any = run_until_death(DataLoader(DeadlyShards(), batch_size=2, num_workers=2))[0]
+    error: Any = run_until_death(DataLoader(DeadlyShards(), batch_size=2, num_workers=1))[0]
     assert error.exit_code == 7
 
 
