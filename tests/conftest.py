@@ -36,11 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
         "filterwarnings", "ignore:This DataLoader will create .* worker processes:UserWarning"
     )
     try:
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
     except ImportError:  # the vision leg has no Hypothesis
         return
-    # A deadline measures the machine, not the library. Two shared cores miss any deadline.
-    settings.register_profile("penstock", deadline=None, max_examples=60)
+    # Deadlines, and the check for slow data, measure the machine. Two shared cores miss them.
+    settings.register_profile(
+        "penstock",
+        deadline=None,
+        max_examples=60,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("penstock")
 
 
