@@ -17,8 +17,16 @@ _MAX_STAGES = 1000
 
 
 def stream_state_of(dataset: Any) -> Any:
-    """Return a copy of the dataset's state. None if it has none, or only an inexact one."""
-    return own_state_of(dataset) if has_exact_state(dataset) else None
+    """Return a copy of the dataset's state. None if it has none, or only an inexact one.
+
+    A base class often has a ``state_dict()`` that only raises NotImplementedError. That is none.
+    """
+    if not has_exact_state(dataset):
+        return None
+    try:
+        return own_state_of(dataset)
+    except NotImplementedError:
+        return None
 
 
 def has_exact_state(dataset: Any) -> bool:

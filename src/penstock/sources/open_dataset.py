@@ -162,10 +162,15 @@ def recognise_format(paths: list[str]) -> str:
 
 
 def _list_files(paths: list[str], endings: tuple[str, ...]) -> list[str]:
-    """Return the files with these endings of a folder, in order of their names. Or the paths."""
+    """Return the files with these endings of a folder, in order of their names. Or the paths.
+
+    Hidden files (``.a.tar``, macOS's ``._a.tar``) and those of Spark (``_a.parquet``) are left out,
+    as pyarrow does.
+    """
     if not endings or len(paths) != 1 or not os.path.isdir(paths[0]):
         return paths
-    names = sorted(name for name in os.listdir(paths[0]) if name.lower().endswith(endings))
+    listed = (name for name in os.listdir(paths[0]) if not name.startswith((".", "_")))
+    names = sorted(name for name in listed if name.lower().endswith(endings))
     return [os.path.join(paths[0], name) for name in names] or paths
 
 

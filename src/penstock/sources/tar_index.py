@@ -175,6 +175,14 @@ class _Builder:
         number = self._numbers.get(suffix)
         if number is None:
             field = suffix.decode("utf-8", "surrogateescape").lower()
+            if field in ("__key__", "__url__"):
+                raise BadStore(
+                    f"{name.decode('utf-8', 'replace')!r} in {self._path} has the field {field!r}, "
+                    "the name of what a reader adds to each sample",
+                    where=f"byte {offset - BLOCK}",
+                    remedy="rename the file in the archive",
+                    path=self._path,
+                )
             number = self._field_names.setdefault(field, len(self._field_names))
             self._numbers[suffix] = number
             self._encoded[number] = encode_name(field)

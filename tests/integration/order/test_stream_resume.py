@@ -238,3 +238,23 @@ def test_the_list_of_ended_workers_cannot_be_edited(edited: Any) -> None:
     state["dataset"].update(edited)
     with pytest.raises(BadState, match="the state's dataset is"):
         DataLoader(Numbered(), batch_size=3).load_state_dict(state)
+
+
+class Unfinished(IterableDataset):
+    """Has the methods of a state, but they only raise."""
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def state_dict(self) -> Any:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_is_not_implemented_is_none(num_workers: int) -> None:
+    loader = DataLoader(Unfinished(), batch_size=4, num_workers=num_workers)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    loader.close()

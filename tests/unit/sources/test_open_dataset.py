@@ -74,6 +74,16 @@ def test_braces_stand_for_several_names(pattern: str, names: list[str]) -> None:
     assert list(expand_braces(pattern)) == names
 
 
+def test_hidden_files_of_a_folder_are_left_out(tmp_path: Path) -> None:
+    write_shards(tmp_path, [3])
+    for name in ("._shard-000.tar", "_temporary.tar"):
+        (tmp_path / name).write_bytes(b"not an archive")
+    assert keys(penstock.open_dataset(tmp_path)) == [0, 1, 2]
+    (tmp_path / "other.tar").write_bytes(b"not an archive")  # the control
+    with pytest.raises(BadStore):
+        penstock.open_dataset(tmp_path)
+
+
 def test_packed_sets_and_image_folders_are_recognised(tmp_path: Path) -> None:
     penstock.pack([{"n": n} for n in range(5)], tmp_path / "packed")
     assert penstock.open_dataset(tmp_path / "packed")[3] == {"n": 3}
@@ -111,7 +121,7 @@ def test_a_compressed_archive_is_recognised_and_refused_with_the_reason(tmp_path
 
 
 def test_a_format_can_be_named_where_the_ending_says_nothing(tmp_path: Path) -> None:
-    (path,) = write_shards(tmp_path, [3])
+    write_shards(tmp_path, [3])
     Path(path).rename(tmp_path / "data")
     with pytest.raises(BadStore, match="not recognised"):
         penstock.open_dataset(tmp_path / "data")

@@ -68,6 +68,12 @@ def test_a_field_that_a_sample_has_twice_is_refused(tmp_path: Path) -> None:
         build_index(str(path))
 
 
+def test_a_field_named_like_the_key_is_refused(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", b"1"), ("a.__key__", b"2")])
+    with pytest.raises(BadStore, match=r"'a.__key__' in .* has the field '__key__'"):
+        build_index(str(path))
+
+
 def test_an_index_is_built_once_and_lies_beside_the_archive(
     tmp_path: Path, builds: list[str]
 ) -> None:
