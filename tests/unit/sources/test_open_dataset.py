@@ -121,7 +121,7 @@ def test_a_compressed_archive_is_recognised_and_refused_with_the_reason(tmp_path
 
 
 def test_a_format_can_be_named_where_the_ending_says_nothing(tmp_path: Path) -> None:
-    write_shards(tmp_path, [3])
+    (path,) = write_shards(tmp_path, [3])
     Path(path).rename(tmp_path / "data")
     with pytest.raises(BadStore, match="not recognised"):
         penstock.open_dataset(tmp_path / "data")
