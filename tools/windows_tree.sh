@@ -18,33 +18,19 @@ state=$PWD/build/windows
 tree=$state/tree
 drive_c=$tree/home/prefix/drive_c
 python=$(tools/find_python.sh 3.11 3.10+)
-mirror=$(tools/windows_leg.sh mirror)
 
-# private_apt ARCHITECTURE COMMAND...: an apt that knows only $SUITE and thinks nothing is installed.
+# private_apt ARCHITECTURE COMMAND...: apt-get for $SUITE that thinks nothing is installed.
 private_apt() {
-    private=$state/apt-$1
-    mkdir -p "$private/lists/partial" "$private/cache/archives/partial" "$private/sources"
-    : >"$private/status"
-    cat >"$private/sources/debian.sources" <<END
-Types: deb
-URIs: $mirror
-Suites: $SUITE
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-END
-    cat >"$private/apt.conf" <<END
-Dir::Etc::sourcelist "/dev/null"; Dir::Etc::sourceparts "$private/sources";
-Dir::State::lists "$private/lists"; Dir::State::status "$private/status"; Dir::Cache "$private/cache";
-APT::Architecture "$1"; APT::Architectures { "$1"; }; APT::Sandbox::User "root";
-Acquire::Languages "none"; Acquire::Retries "3";
-END
+    private=$state/apt-$1 architecture=$1
     shift
-    APT_CONFIG="$private/apt.conf" apt-get -qq "$@" >/dev/null
+    tools/private_apt.sh "$private" "$SUITE" "$architecture" apt-get -qq "$@" >/dev/null
 }
 
 unpack_packages() {
     private_apt amd64 update
-    (cd "$state/apt-amd64/cache/archives" && private_apt amd64 download $WINE_PACKAGES)
+    tools/private_apt.sh "$state/apt-amd64" "$SUITE" amd64 \
+        sh -c 'cd "$1" && shift && apt-get -qq download "$@"' - \
+        "$state/apt-amd64/cache/archives" $WINE_PACKAGES >/dev/null
     if [ "$(uname -m)" = aarch64 ]; then
         private_apt arm64 update
         private_apt arm64 install --yes --no-install-recommends --download-only $BOX64_PACKAGES

@@ -44,7 +44,7 @@ def sample_files(first: int, last: int, width: int = 12) -> list[tuple[str, byte
 
 
 def write_shards(folder: Path, counts: Iterable[int], width: int = 12) -> list[str]:
-    """Write archives with so many samples each. Returns their paths."""
+    """Write one archive for each count, with that many samples. Returns their paths."""
     paths, first = [], 0
     for number, count in enumerate(counts):
         path = folder / f"shard-{number:03d}.tar"

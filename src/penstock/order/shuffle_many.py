@@ -1,7 +1,7 @@
 """Many permutations at once: element k is place p_k of a permutation of its own length and key.
 
-A mixture of 10,000 sources shuffles each source by itself, and a batch has one sample of most of
-them. One :class:`penstock.order.permutation.Permutation` for each would take 0.1 ms per sample.
+A mixture of 10,000 sources shuffles each of them separately, and a batch has samples of many. One
+:class:`penstock.order.permutation.Permutation` for each would take 0.1 ms per sample.
 Here all elements are computed together:
 
     long     more than TABLE_LENGTH elements: the network of ``Permutation``, with the same result

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -306,6 +306,15 @@ def resolve_index(index: Any, length: int) -> int:
     if not -length <= place < length:
         raise IndexError(f"index {place} is out of range for {length} samples")
     return place + length if place < 0 else place
+
+
+def refuse_unknown_fields(names: Iterable[str], fields: Sequence[str]) -> None:
+    """Raise BadArgument for the first name that is not a field."""
+    for name in names:
+        if name not in fields:
+            raise BadArgument(
+                f"the samples have no field {name!r}; their fields are {', '.join(fields)}"
+            )
 
 
 def check_transforms(transforms: Any) -> dict[str, Callable[[Any], Any]]:

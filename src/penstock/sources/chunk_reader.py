@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
-from penstock.sources.blocks import BlockReader
+from penstock.errors import BadStore, Damaged, PenstockError
+from penstock.sources.blocks import BlockReader, refuse_unknown_fields
 from penstock.sources.table_files import TableFiles, describe
 
 _COPY_AGAIN = 'copy the file again from its source, or DataLoader(..., on_error="skip")'
@@ -51,9 +51,7 @@ class ChunkReader(BlockReader):
         self._chunks = [chunk for chunk in chunks if chunk.num_samples]
         counts = [chunk.num_samples for chunk in self._chunks]
         super().__init__(np.cumsum([0, *counts]), transforms=transforms)
-        unknown = [name for name in self._transforms if name not in names]
-        if unknown:
-            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(names))
+        refuse_unknown_fields(self._transforms, names)
         self._files = TableFiles([chunk.path for chunk in self._chunks], map_file)
         for chunk, stamp in zip(self._chunks, self._files.stamps, strict=True):
             check_size(chunk, stamp.size)

@@ -181,7 +181,7 @@ def expand_paths(path: Paths) -> list[str]:
     """Return the files of a path, pattern or list, as strings.
 
     Raises:
-        BadStore: There is no such file, or no file matches a pattern.
+        BadStore: A file does not exist, or no file matches a pattern.
 
     Example:
         >>> list(expand_braces("train-{008..011}.{tar,idx}"))[::3]

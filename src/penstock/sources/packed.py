@@ -25,6 +25,7 @@ from penstock.images.pixels import check_memory_format
 from penstock.machine.host import memory_bytes
 from penstock.order.ranks import RankShard
 from penstock.order.samplers import BlockOrder
+from penstock.sources.blocks import check_transforms, refuse_unknown_fields
 from penstock.sources.columns import Column, FixedColumn
 from penstock.sources.fields import decode_value, join_sample
 from penstock.sources.manifest import FieldSchema
@@ -246,13 +247,10 @@ class ColumnDataset:
 
     def select(self: Self, *names: str) -> Self:
         """Return the same samples with only these fields, in this order."""
-        unknown = [name for name in names if name not in self.fields]
-        if unknown or not names:
+        refuse_unknown_fields(names, self.fields)
+        if not names:
             raise BadArgument(
-                f"there is no field {unknown[0]!r}; the fields are {', '.join(self.fields)}"
-                if unknown
-                else "select() needs at least one field",
-                remedy=f"select({self.fields[0]!r})",
+                "select() needs at least one field", remedy=f"select({self.fields[0]!r})"
             )
         places = [self.fields.index(name) for name in names]
         other = self._like()
@@ -290,17 +288,9 @@ class ColumnDataset:
 
     def with_transforms(self: Self, **transforms: Callable[[Any], Any]) -> Self:
         """Apply functions to the values of fields, by field name. They can be random."""
-        unknown = [name for name in transforms if name not in self.fields]
-        if unknown:
-            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(self.fields))
-        for name, transform in transforms.items():
-            if not callable(transform):
-                raise BadArgument(
-                    f"the transform of {name!r} is {transform!r}, which is not callable",
-                    remedy=f"transforms={{{name!r}: function}}",
-                )
+        refuse_unknown_fields(transforms, self.fields)
         other = self._like()
-        other._transforms = {**self._transforms, **transforms}
+        other._transforms = {**self._transforms, **check_transforms(transforms)}
         return other
 
     def __add__(self: Self, other: Any) -> Self:

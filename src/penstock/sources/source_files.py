@@ -31,7 +31,7 @@ def read_stamp(path: str) -> FileStamp:
     """Return the stamp of a file.
 
     Raises:
-        BadStore: There is no such file, or it cannot be read.
+        BadStore: A file does not exist, or cannot be read.
     """
     try:
         found = os.stat(path)

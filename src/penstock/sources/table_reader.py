@@ -25,7 +25,7 @@ from penstock.engine.memory.batch_layout import LayoutError
 from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
 from penstock.order.samplers import BlockOrder
 from penstock.sources.arrow_columns import Column, is_image, is_number, is_number_list, make_column
-from penstock.sources.blocks import NUM_MIXED, BlockReader
+from penstock.sources.blocks import NUM_MIXED, BlockReader, refuse_unknown_fields
 from penstock.sources.table_files import TableFiles, describe
 
 CACHE_BYTES = 256 << 20
@@ -107,9 +107,7 @@ class TableReader(BlockReader):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         super().__init__(np.cumsum([0, *(one.num_rows for one in blocks)]), transforms=transforms)
-        unknown = [name for name in self._transforms if name not in fields]
-        if unknown:
-            raise BadArgument(f"there is no field {unknown[0]!r}", remedy=", ".join(fields))
+        refuse_unknown_fields(self._transforms, list(fields))
         self._files = files
         self._blocks = list(blocks)
         self._fields = dict(fields)
@@ -196,7 +194,7 @@ class TableReader(BlockReader):
 
     @property
     def read_rows(self) -> Callable[[np.ndarray, list[np.ndarray]], None]:
-        """Copies whole batches. Exists only if all fields are numbers and there is no transform."""
+        """Copies whole batches. Exists only if all fields are numbers without transforms."""
         is_numeric = all(field.is_numeric for field in self._fields.values())
         if self._transforms or not is_numeric or sys.byteorder != "little":
             raise AttributeError("only fields of numbers can be gathered")
@@ -380,7 +378,7 @@ def choose_columns(names: Sequence[str], columns: Any, path: str) -> list[str]:
     """Return the fields to load: those asked for, in that order, or all.
 
     Raises:
-        BadArgument: There is no such field.
+        BadArgument: A field that was asked for does not exist.
     """
     if columns is None:
         return list(names)

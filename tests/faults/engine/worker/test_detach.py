@@ -103,7 +103,7 @@ def look():
 
 
 def make_callbacks():
-    # libffi maps its own file again for so many.
+    # With this many callbacks, libffi maps its own file a second time.
     import ctypes
 
     return [ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(lambda x: 2 * x) for _ in range(500)]
