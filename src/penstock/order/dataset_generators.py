@@ -349,16 +349,24 @@ def _checksum(array: Any) -> int:
 # -- recognizing and setting generators ------------------------------------------------------------
 
 
+_all_kinds: tuple[type, ...] = ()
+"""Classes of generators, with NumPy's. Empty until ``numpy.random`` is imported."""
+
+
 def _generator_kinds() -> tuple[type, ...]:
     """Return the classes of generators that can exist now.
 
     NumPy imports ``numpy.random`` on first use. Importing it takes a third of the time of importing
     the loader, so it is left to the process that loads samples.
     """
-    numpy_random = sys.modules.get("numpy.random")
-    if not hasattr(numpy_random, "RandomState"):  # not imported, or another thread is importing it
-        return (random.Random,)
-    return (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+    global _all_kinds
+    if not _all_kinds:
+        # Without the class it is not imported, or another thread is importing it.
+        if not hasattr(sys.modules.get("numpy.random"), "RandomState"):
+            return (random.Random,)
+        numpy = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+        _all_kinds = (*numpy, random.Random)
+    return _all_kinds
 
 
 def _is_generator(value: Any) -> bool:
