@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+
+from penstock.sources.tar_headers import Member, scan_members
 
 Files = Iterable[tuple[str, bytes]]
 
@@ -52,3 +55,12 @@ def write_shards(folder: Path, counts: Iterable[int], width: int = 12) -> list[s
         paths.append(str(path))
         first += count
     return paths
+
+
+def scan(path: Path) -> list[Member]:
+    """Return the files of an archive, as the reader finds them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return list(scan_members(descriptor, str(path)))
+    finally:
+        os.close(descriptor)

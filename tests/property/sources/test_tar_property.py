@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BadStore
-from penstock.sources.tar_headers import Member, scan_members, split_name
+from penstock.sources.tar_headers import split_name
 from penstock.sources.tar_index import build_index
-from support.tar_archives import write_tar
+from support.tar_archives import scan, write_tar
 
 pytestmark = pytest.mark.legacy
 
@@ -26,14 +26,6 @@ FILES = st.lists(
     max_size=12,
 )
 FORMATS = st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-
-
-def scan(path: Path) -> list[Member]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return list(scan_members(descriptor, str(path)))
-    finally:
-        os.close(descriptor)
 
 
 def read_by_tarfile(path: Path) -> list[tuple[str, bytes]]:

@@ -14,20 +14,12 @@ import numpy as np
 import pytest
 
 from penstock.errors import BadStore
-from penstock.sources.tar_headers import Member, scan_members, split_name
-from support.tar_archives import sample_files, write_tar
+from penstock.sources.tar_headers import split_name
+from support.tar_archives import sample_files, scan, write_tar
 
 pytestmark = pytest.mark.legacy
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 FILES = sample_files(0, 5)
-
-
-def scan(path: Path) -> list[Member]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return list(scan_members(descriptor, str(path)))
-    finally:
-        os.close(descriptor)
 
 
 def contents(path: Path) -> list[tuple[str, bytes]]:
