@@ -17,15 +17,27 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("PENSTOCK_CONV_TUNE_S", "600")  # tune every shape before its turn
+os.environ.setdefault("PENSTOCK_CONV_TUNE_S", "600")
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from conv_models import training_step
-from conv_shapes import LAYERS, Layer, Problem, contenders, peak_bytes, time_ms
+from conv_shapes import (
+    LAYERS,
+    OTHER_LAYERS,
+    Layer,
+    Problem,
+    busy_ms,
+    contenders,
+    costs_of,
+    peak_bytes,
+    time_ms,
+)
 from penstock.cli.loader_timing import take_turns
+from penstock.conv import tuning
+from penstock.conv.algorithms import triton_launch
 from penstock.conv.bypass import bypass_convolutions
 from record import describe_machine, describe_versions, save, today
 
@@ -37,6 +49,9 @@ CAPS_MIB = (4, 8, 16, 64, 256, 1024)
 
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
+    tuning.in_background = False  # tune every shape before its turn
+    if options.without_triton:
+        triton_launch.switch_off("--without-triton")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -72,6 +87,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=["layers", "steps", "caps"]
     )
+    parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
     parser.add_argument("--quick", action="store_true", help="3 short turns: a smoke test")
     parser.add_argument("--save", metavar="NAME", help="write results/convolution-NAME.json")
@@ -107,12 +123,27 @@ def _describe(device: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _layers(console: Console, type_name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if "layers" not in options.only:
         return []
+    sets = {"eleven layers": LAYERS, "other layers": OTHER_LAYERS}
+    if options.device == "cuda":
+        _request_kernels([*LAYERS, *OTHER_LAYERS], TYPES[type_name])
     found = []
-    for layer in LAYERS:
-        shown = layer if options.device == "cuda" else layer.scaled(8)
-        found.append(_layer(shown, type_name, options))
-    _print_layers(console, type_name, found)
+    for title, layers in sets.items():
+        shown = layers if options.device == "cuda" else [one.scaled(8) for one in layers]
+        records = [{"set": title, **_layer(one, type_name, options)} for one in shown]
+        _print_layers(console, f"{type_name}, {title}", records)
+        found += records
     return found
+
+
+def _request_kernels(layers: list[Layer], dtype: torch.dtype) -> None:
+    """Have the kernels of all layers compiled at once, before the layers are tuned one by one."""
+    tuning.in_background, tuning.CREDIT_S = True, 1e9
+    for layer in layers:
+        problem = Problem(layer, "cuda", dtype, is_last=dtype != torch.float32)
+        with bypass_convolutions("on", devices=("cuda",)):
+            for _ in range(8):
+                problem.native()
+    tuning.in_background = False
 
 
 def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -121,8 +152,10 @@ def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[st
     reference = problem.exact()
     turns: dict[str, Callable[[], float]] = {}
     record: dict[str, Any] = {"layer": layer.name, "batch": layer.batch, "type": type_name}
-    record["memory_bytes"], record["error"] = {}, {}
+    record["memory_bytes"], record["error"], record["gpu_ms"] = {}, {}, {}
     for name, (surroundings, method) in contenders(device).items():
+        if method == "unfold" and not problem.can_unfold:
+            continue
         run = getattr(problem, method)
         with surroundings() as inside:
             result = run()  # warm-up: libraries search, kernels compile, algorithms are tuned
@@ -131,9 +164,10 @@ def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[st
             if device == "cuda":
                 del result
                 record["memory_bytes"][name] = peak_bytes(run)
+                record["gpu_ms"][name] = busy_ms(run)
         del inside
         turns[name] = _turn(surroundings, run, device, options.calls)
-    record["ways"] = _ways(problem, device)
+    record["ways"], record["costs"] = _ways(problem, device)
     record["samples_ms"] = take_turns(turns, options.repeats)
     record["median_ms"] = {k: statistics.median(v) for k, v in record["samples_ms"].items()}
     return record
@@ -154,44 +188,81 @@ def _turn(
     return turn
 
 
-def _ways(problem: Problem, device: str) -> dict[str, int]:
-    """Return the algorithms that forward and backward of this layer use."""
+def _ways(problem: Problem, device: str) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Return the algorithms that forward and backward of this layer use, and the cost of each."""
+    costs = []
     with bypass_convolutions("on", devices=(device,)) as bypass:
         before = bypass.counts
         problem.native()
         after = bypass.counts
-    return {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}
+        if device == "cuda":
+            tensors = {"x": problem.x.detach(), "w": problem.w.detach(), "dy": problem.dy}
+            if problem.layer.is_transposed:
+                tensors |= {"x": tensors["dy"], "dy": tensors["x"]}
+            pairs = {"forward": "x w", "input gradient": "dy w", "weight gradient": "x dy"}
+            chosen = {
+                which: (way, plan.geometry)
+                for plan in bypass._hook._plans.values()
+                for (which, *_), way in plan.chosen.items()
+            }
+            for which, (way, g) in chosen.items():
+                a, b = (tensors[name] for name in pairs[which].split())
+                costs.append(costs_of(way, g, which, a, b))
+    return {k: n - before.get(k, 0) for k, n in after.items() if n > before.get(k, 0)}, costs
 
 
-def _print_layers(console: Console, type_name: str, records: list[dict[str, Any]]) -> None:
+def _print_layers(console: Console, title: str, records: list[dict[str, Any]]) -> None:
     names = [*records[0]["median_ms"]]
-    table = Table(title=f"Forward and backward, {type_name}, ms", title_justify="left")
+    table = Table(title=f"Forward and backward, {title}, ms", title_justify="left")
     table.add_column("layer")
-    for name in (*names, "ratio", "memory", "error / library's", "ways"):
+    more = (
+        "ratio",
+        "GPU ms / ATen's",
+        "memory",
+        "error / library's",
+        "launches",
+        "MB",
+        "Gop",
+        "ways",
+    )
+    for name in (*names, *more):
         table.add_column(name, justify="left" if name == "ways" else "right")
     for record in records:
         times, memory, error = record["median_ms"], record["memory_bytes"], record["error"]
+        gpu = record["gpu_ms"]
         ratio = times["Penstock"] / times[names[0]]
         share = memory["Penstock"] / max(1, memory[names[0]]) if memory else float("nan")
         table.add_row(
             record["layer"],
-            *(f"{times[name]:.3f}" for name in names),
+            *(f"{times[name]:.3f}" if name in times else "" for name in names),
             f"{ratio:.2f}x",
+            f"{gpu['Penstock'] / gpu[names[1]]:.2f}x" if gpu else "",
             f"{share:.2f}x",
             f"{error['Penstock'] / max(error[names[0]], 1e-12):.1f}x",
+            str(sum(cost["launches"] for cost in record["costs"])),
+            *(_sum_of(record["costs"], *which) for which in (("bytes", 1e6), ("operations", 1e9))),
             ", ".join(record["ways"]),
         )
-    sums = {name: sum(r["median_ms"][name] for r in records) for name in names}
-    table.add_row("sum", *(f"{sums[n]:.3f}" for n in names),
-                  f"{sums['Penstock'] / sums[names[0]]:.2f}x")  # fmt: skip
+    sums = {name: sum(r["median_ms"].get(name, 0.0) for r in records) for name in names}
+    launches = sum(cost["launches"] for record in records for cost in record["costs"])
+    ratio = f"{sums['Penstock'] / sums[names[0]]:.2f}x"
+    times = (f"{sums[name]:.3f}" for name in names)
+    table.add_row("sum", *times, ratio, "", "", "", str(launches))
     console.print(table)
+
+
+def _sum_of(costs: list[dict[str, Any]], name: str, unit: float) -> str:
+    """Return the sum over the passes, or nothing if it is not known for one of them."""
+    known = [cost[name] for cost in costs if name in cost]
+    return f"{sum(known) / unit:.1f}" if known and len(known) == len(costs) else ""
 
 
 def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
     """Compare sums and single layers with their targets. Returns the number of missed targets."""
     missed = 0
     for type_name in dict.fromkeys(r["type"] for r in records):
-        chosen = [r["median_ms"] for r in records if r["type"] == type_name]
+        eleven = [r for r in records if r["set"] == "eleven layers"]
+        chosen = [r["median_ms"] for r in eleven if r["type"] == type_name]
         library, aten, unfold, ours = (
             sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
         )

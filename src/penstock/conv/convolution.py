@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from penstock.conv import tuning
-from penstock.conv.algorithms import triton_launch
+from penstock.conv.algorithms import aten, triton_launch
 from penstock.conv.algorithms.candidates import Candidate
 from penstock.conv.geometry import (
     FORWARD,
@@ -210,6 +210,12 @@ class ConvolutionRunner:
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the result of ``aten::convolution_backward``: gradients of x, w and the bias."""
         dx = dw = db = None
+        if mask[0] and mask[1] and self._are_aten(plan, dy):
+            dx, dw, _ = aten.backward(plan.geometry, dy, x, w, [True, True, False])
+            self.counts[aten.NAME] = self.counts.get(aten.NAME, 0) + 2
+            last = plan.geometry.is_channels_last
+            dx, dw = (to_layout(t, channels_last=last) for t in (dx, dw))
+            mask = (False, False, mask[2])
         if mask[0]:
             which = FORWARD if plan.is_transposed else INPUT_GRADIENT
             dx = self._run(plan, which, dy, w.conj() if w.is_complex() else w)
@@ -220,6 +226,16 @@ class ConvolutionRunner:
         if mask[2]:
             db = dy.sum((0, *range(2, dy.dim())))
         return dx, dw, db
+
+    def _are_aten(self, plan: ConvolutionPlan, dy: torch.Tensor) -> bool:
+        """Return True if torch's own kernels were chosen for both gradients."""
+        keys = (self._key(which, dy) for which in (INPUT_GRADIENT, WEIGHT_GRADIENT))
+        chosen = [plan.chosen.get(key) for key in keys]
+        return not plan.is_transposed and all(one and one.name == aten.NAME for one in chosen)
+
+    def _key(self, which: Pass, a: torch.Tensor) -> tuple[Pass, int, bool]:
+        cap = self.cap_bytes or DEFAULT_CAPS.get(a.device.type, DEFAULT_CAPS["cpu"])
+        return which, cap, torch.are_deterministic_algorithms_enabled()
 
     def _run(
         self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor
@@ -233,8 +249,8 @@ class ConvolutionRunner:
             b = to_layout(b.resolve_conj(), channels_last=last)
         else:
             b = b.resolve_conj()
-        cap = self.cap_bytes or DEFAULT_CAPS.get(a.device.type, DEFAULT_CAPS["cpu"])
-        key = (which, cap, torch.are_deterministic_algorithms_enabled())
+        key = self._key(which, a)
+        cap = key[1]
         algorithm = plan.chosen.get(key)
         if algorithm is None:
             algorithm, is_final = tuning.choose(plan.geometry, which, a, b, cap)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from penstock.conv.algorithms.aten import library_setting
 from penstock.conv.convolution import ConvolutionPlan, ConvolutionRunner, make_plan
 from penstock.conv.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pass
 from penstock.machine.collect import machine
@@ -138,7 +139,9 @@ class DispatcherHook:
         )
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._new_plan(key, make_plan(x, w, b, arguments), x.dtype, (FORWARD,))
+            with library_setting:
+                made = make_plan(x, w, b, arguments)
+            plan = self._new_plan(key, made, x.dtype, (FORWARD,))
         self._check_other("convolution_backward", x)
         if plan is _NATIVE:
             self.num_native += 1
@@ -157,7 +160,8 @@ class DispatcherHook:
         )
         plan = self._plans.get(key)
         if plan is None:
-            made = make_plan(x, w, None, arguments, sizes)
+            with library_setting:
+                made = make_plan(x, w, None, arguments, sizes)
             if made is not None and not _fits(made, dy, x):
                 made = None
             passes = [p for p, is_on in zip((INPUT_GRADIENT, WEIGHT_GRADIENT), mask) if is_on]  # noqa: B905 (the mask also has the bias)
@@ -166,7 +170,8 @@ class DispatcherHook:
         if plan is _NATIVE:
             self.num_native += 1
             operator = _aten.convolution_backward.default
-            return operator._op_dk(_native_key, dy, x, w, sizes, *arguments, mask)
+            with library_setting:
+                return operator._op_dk(_native_key, dy, x, w, sizes, *arguments, mask)
         return self.runner.backward(plan, dy, x, w, mask)
 
     def _new_plan(
@@ -248,18 +253,14 @@ def _hashable(value: Any) -> Any:
 
 def _settings() -> tuple[bool, bool]:
     """Return the global settings that torch's choice of a library depends on."""
-    return _c._get_cudnn_enabled(), _c._get_mkldnn_enabled()
+    with library_setting:
+        return _c._get_cudnn_enabled(), _c._get_mkldnn_enabled()
 
 
 def _flags() -> tuple[bool, bool, bool, bool]:
     """Return the flags that ``aten::convolution`` passes to ``aten::_convolution``."""
     is_fixed = _c._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled()
-    return (
-        _c._get_cudnn_benchmark(),
-        is_fixed,
-        _c._get_cudnn_enabled(),
-        _c._get_cudnn_allow_tf32(),
-    )
+    return (_c._get_cudnn_benchmark(), is_fixed, _settings()[0], _c._get_cudnn_allow_tf32())
 
 
 def _destroy(library: Any) -> None:

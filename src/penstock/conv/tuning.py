@@ -1,9 +1,11 @@
 """Chooses the fastest algorithm for each shape, and caches the measurements for later runs.
 
-On a GPU, the candidates for a shape are timed the first time it is seen, within a time budget for
-the whole process. The result is written to a file for this torch, Triton and GPU. The first
-candidate is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, while
-a CUDA graph is captured, and when the budget is used up.
+On a GPU, a shape starts with an algorithm that needs no compilation: the choice of a similar shape,
+or the first candidate. Its kernels are compiled in children, and its candidates are timed between
+the calls of the first training steps, one at a time, and for at most :data:`SHARE` of the time. The
+fastest one is then used, and written to a file for this torch, Triton and GPU. The first candidate
+is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, and when the
+time budget of the process is used up. Nothing is measured while a CUDA graph is captured.
 
 Tested by ``tests/integration/conv/test_bypass.py``.
 """
@@ -14,12 +16,13 @@ import atexit
 import hashlib
 import os
 import time
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 
-from penstock.conv.algorithms import triton_launch
+from penstock.conv import kernel_compiler
+from penstock.conv.algorithms import aten, triton_launch
 from penstock.conv.algorithms.candidates import Candidate, candidates
 from penstock.conv.geometry import Geometry, Pass
 from penstock.machine import cache_folder
@@ -28,11 +31,42 @@ BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
 DEFAULT_BUDGET_S = 60.0
 """For one process, including the compilation of kernels. This value is an estimate: an epoch on the
 GPUs that need the bypass takes minutes."""
-NUM_ROUNDS, NUM_TIMED = 3, 4
+NUM_ROUNDS = 4
+FLUSH_BYTES = 64 << 20
+"""More than the caches of common GPUs. An H200 has 60 MB."""
+TOLERANCE = 1 / 16
+"""Difference between two right results in a half type, relative to the largest element. float32 has
+a sixteenth of it, because its products may be computed in TF32. A broken result is off by its own
+magnitude."""
+
+SHARE, CREDIT_S = 0.25, 0.1
+"""The share of the time since the first convolution that measuring can take, and the seconds in
+addition to that."""
+in_background = True
+"""If False, a shape is measured at once when it is first seen. Benchmarks set this."""
 
 _files: dict[str, dict[str, str]] = {}
 _dirty: set[str] = set()
 _spent_s = 0.0
+_started_s: float | None = None
+_unfinished: dict[Any, Trial] = {}
+_similar: dict[Any, str] = {}
+"""The last choice for each class of similar shapes."""
+
+
+@dataclass
+class Trial:
+    """The measurements of one shape.
+
+    Args:
+        left: Candidates that have not been timed yet.
+        best: The fastest candidate so far, or the one to start with.
+    """
+
+    left: list[Candidate]
+    best: Candidate
+    best_ms: float = float("inf")
+    kernels: dict[str, list[kernel_compiler.Job]] = field(default_factory=dict)
 
 
 def choose(
@@ -55,33 +89,139 @@ def choose(
         >>> choose(g, "forward", x, w, 1 << 20)[0].name
         'columns'
     """
-    found = candidates(g, which, a.dtype, a.device.type)
-    is_fixed = torch.are_deterministic_algorithms_enabled()
-    if is_fixed or len(found) == 1 or not a.is_cuda:
-        return found[0], True
-    choices = _choices(_file_name(a.device))
-    key = f"{which}|{a.dtype}|{cap_bytes}|{astuple(g)}"
-    kept = [one for one in found if one.name == choices.get(key)]
-    if kept:
-        return kept[0], True
+    if not a.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return candidates(g, which, a.dtype, a.device.type)[0], True
+    key = (g, which, a.dtype, a.device, cap_bytes)
+    trial = _unfinished.get(key)
+    if trial is None:
+        found = candidates(g, which, a.dtype, a.device.type)
+        choices = _choices(_file_name(a.device))
+        name = choices.get(_text(*key))
+        kept = [one for one in found if one.name == name or len(found) == 1]
+        if kept or _spent_s >= budget_s():
+            return (kept or found)[0], True
+        if torch.cuda.is_current_stream_capturing():
+            return found[0], False
+        trial = Trial(found, found[0])
+        _start(trial, g, which, a, b, cap_bytes)
+        _unfinished[key] = trial
     if _spent_s >= budget_s():
-        return found[0], True
+        return trial.best, True
     if torch.cuda.is_current_stream_capturing():
-        return found[0], False
-    best = _measure(g, a, b, cap_bytes, found)
-    choices[key] = best.name
+        return trial.best, False
+    if in_background:
+        if _has_time():
+            _continue(trial, g, a, b, cap_bytes)
+    else:
+        while trial.left:
+            if not _continue(trial, g, a, b, cap_bytes):
+                time.sleep(0.01)
+    if trial.left:
+        return trial.best, False
+    _unfinished.pop(key, None)
+    file = _file_name(a.device)
+    _choices(file)[_text(*key)] = _similar[_class_of(g, which, a.dtype)] = trial.best.name
     if not _dirty:
         atexit.register(save)
-    _dirty.add(_file_name(a.device))
-    return best, True
+    _dirty.add(file)
+    return trial.best, True
+
+
+def _text(
+    g: Geometry, which: Pass, dtype: torch.dtype, device: torch.device, cap_bytes: int
+) -> str:
+    """Return the key of a shape in the file."""
+    return f"{which}|{dtype}|{cap_bytes}|{astuple(g)}"
+
+
+def num_unfinished() -> int:
+    """Return the number of shapes that have been seen and are not measured yet."""
+    return len(_unfinished)
+
+
+def _class_of(g: Geometry, which: Pass, dtype: torch.dtype) -> Any:
+    """Return what similar shapes have in common."""
+    sizes = [n.bit_length() for n in (g.group_in, g.group_out, g.batch * g.num_positions)]
+    return which, dtype, g.kernel, g.stride, g.dilation, g.is_channels_last, g.is_depthwise, *sizes
+
+
+def _start(
+    trial: Trial, g: Geometry, which: Pass, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> None:
+    """Start with the choice of a similar shape, or else with a candidate without kernels."""
+    similar = _similar.get(_class_of(g, which, a.dtype))
+    for one in sorted(trial.left, key=lambda one: one.name != similar):
+        if not one.needs_triton or (
+            one.name == similar and not _kernels(trial, one, g, a, b, cap_bytes)
+        ):
+            trial.best = one
+            return
+
+
+def _kernels(
+    trial: Trial, one: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> list[kernel_compiler.Job]:
+    """Return the kernels that a candidate lacks, and have them compiled."""
+    trial.kernels[one.name] = []
+    needed = kernel_compiler.capture(lambda: one.run(g, a, b, cap_bytes))
+    for kernel in needed:
+        kernel_compiler.request(kernel)
+    trial.kernels[one.name] = needed
+    return needed
+
+
+def _has_time() -> bool:
+    """Return True if measuring has taken less than its share of the time."""
+    global _started_s
+    now_s = time.perf_counter()
+    _started_s = _started_s or now_s
+    return _spent_s <= CREDIT_S + SHARE * (now_s - _started_s)
+
+
+def _continue(trial: Trial, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int) -> bool:
+    """Request kernels, or time the next candidate. Returns False if all wait for kernels."""
+    global _spent_s
+    started_s = time.perf_counter()
+    one = None
+    try:
+        for one in trial.left:
+            if one.needs_triton and one.name not in trial.kernels:
+                _kernels(trial, one, g, a, b, cap_bytes)
+                return True
+        one = next((one for one in trial.left if _is_ready(trial, one)), None)
+        if one is not None:
+            _time(trial, one, g, a, b, cap_bytes)
+            trial.left = [other for other in trial.left if other is not one]
+        return one is not None
+    except Exception:  # out of memory, or a kernel that this GPU cannot run
+        torch.cuda.empty_cache()
+        trial.left = [other for other in trial.left if other is not one]
+        return True
+    finally:
+        _spent_s += time.perf_counter() - started_s
+
+
+def _is_ready(trial: Trial, one: Candidate) -> bool:
+    return all(map(kernel_compiler.is_compiled, trial.kernels.get(one.name, ())))
+
+
+def _time(
+    trial: Trial, one: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> None:
+    """Time a candidate. torch's own kernels must first agree with the best of the others."""
+    if one.name == aten.NAME and not _agrees(one, trial.best, g, a, b, cap_bytes):
+        return
+    taken_ms = time_once(one, g, a, b, cap_bytes)
+    if taken_ms < trial.best_ms:
+        trial.best, trial.best_ms = one, taken_ms
 
 
 def forget() -> None:
     """Discard the choices of this process and start with a new budget."""
-    global _spent_s
-    _files.clear()
-    _dirty.clear()
-    _spent_s = 0.0
+    global _spent_s, _started_s
+    for kept in (_files, _dirty, _unfinished, _similar):
+        kept.clear()
+    _spent_s, _started_s = 0.0, None
 
 
 def budget_s() -> float:
@@ -92,45 +232,38 @@ def budget_s() -> float:
         return DEFAULT_BUDGET_S
 
 
-def _measure(
-    g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, found: list[Candidate]
-) -> Candidate:
-    """Time every candidate and return the fastest. If all fail, returns the last."""
-    global _spent_s
-    started_s = time.perf_counter()
-    best, best_ms = found[-1], float("inf")
-    for candidate in found:
-        try:
-            taken_ms = time_once(candidate, g, a, b, cap_bytes)
-        except Exception:  # out of memory, or a kernel that this GPU cannot run
-            torch.cuda.empty_cache()
-            continue
-        if taken_ms < best_ms:
-            best, best_ms = candidate, taken_ms
-    _spent_s += time.perf_counter() - started_s
-    return best
+def _agrees(
+    one: Candidate, other: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
+) -> bool:
+    """Return True if two candidates give the same result, within the rounding of the dtype."""
+    first, second = (way.run(g, a, b, cap_bytes).float() for way in (one, other))
+    largest = second.abs().max() * (TOLERANCE if a.element_size() == 2 else TOLERANCE / 16)
+    return bool(((first - second).abs().max() <= largest).item())
 
 
 def time_once(
     candidate: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> float:
-    """Return the milliseconds per call: GPU time, or launch time if that is longer.
+    """Return the milliseconds of a call: GPU time, or launch time if that is longer.
 
-    Several calls run back to back without waiting, as in training. Returns the best of several
-    rounds.
+    The caches of the GPU are overwritten before each call, because a training step does so too.
+    Returns the best of several rounds.
     """
     candidate.run(g, a, b, cap_bytes)
     event: Any = torch.cuda.Event
-    times = []
+    other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=a.device)
+    gpu_ms, launch_ms = [], []
     for _ in range(NUM_ROUNDS):
         start, end = (event(enable_timing=True) for _ in range(2))
+        other.zero_()
         start.record()
-        for _ in range(NUM_TIMED):
-            candidate.run(g, a, b, cap_bytes)
+        started_s = time.perf_counter()
+        candidate.run(g, a, b, cap_bytes)
+        launch_ms.append((time.perf_counter() - started_s) * 1e3)
         end.record()
         end.synchronize()
-        times.append(float(start.elapsed_time(end)) / NUM_TIMED)
-    return min(times)
+        gpu_ms.append(float(start.elapsed_time(end)))
+    return max(min(gpu_ms), min(launch_ms))
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
+from penstock.conv import kernel_compiler
 from penstock.conv.algorithms.candidates import candidates
 from penstock.conv.geometry import PASSES
 from support import conv_cases
@@ -15,12 +20,37 @@ pytestmark = [
     pytest.mark.timeout(600),  # includes compiling the kernels
 ]
 
+CASES = (
+    *conv_cases.CASES,
+    conv_cases.Case(name="many channels", channels=128, outputs=160, size=(6, 7)),
+)
 CAPS = (1 << 28, 1)
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """Compile the kernels of all cases in children, several at once. One by one takes minutes."""
+    jobs = set()
+    for case, dtype in product(CASES, TYPES):
+        for is_last, which in product((False, True), PASSES):
+            g = case.geometry(is_channels_last=is_last)
+            x = torch.randn(g.batch, g.in_channels, *g.in_size, device="cuda").to(dtype)
+            w = torch.randn(g.out_channels, g.group_in, *g.kernel, device="cuda").to(dtype)
+            dy = torch.randn(g.batch, g.out_channels, *g.out_size, device="cuda").to(dtype)
+            pair = {"forward": (x, w), "input gradient": (dy, w), "weight gradient": (x, dy)}
+            for way, cap in product(candidates(g, which, dtype, "cuda"), CAPS):
+                if way.needs_triton:
+                    run = partial(way.run, g, *pair[which], cap)
+                    jobs.update(kernel_compiler.capture(run))
+    for job in jobs:
+        kernel_compiler.request(job)
+    while not all(map(kernel_compiler.is_compiled, jobs)):
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("case", conv_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_way_is_within_its_bound(case: conv_cases.Case, dtype: torch.dtype) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     exact = conv_cases.exact(case, dtype, "cuda")
@@ -42,3 +72,6 @@ def test_triton_s_ways_are_among_them() -> None:
     geometry = conv_cases.CASES[1].geometry(is_channels_last=True)
     names = {way.name for way in candidates(geometry, "forward", torch.float32, "cuda")}
     assert {"implicit product", "winograd, fused", "columns"} <= names
+    large = CASES[-1].geometry(is_channels_last=True)
+    names = {way.name for way in candidates(large, "forward", torch.bfloat16, "cuda")}
+    assert "implicit product, large" in names

@@ -180,8 +180,11 @@ YOLO = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 total = torch.cuda.get_device_properties(0).total_memory
-torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total)
+torch.cuda.set_per_process_memory_fraction(4 * 2**30 / total)
 from conv_models import training_step
+from penstock.conv.algorithms import triton_launch
+if sys.argv[2] == "without":
+    triton_launch.switch_off("a test")
 from penstock.conv import bypass_convolutions
 step = training_step("YOLOv8n", "cuda", is_half=False)
 with bypass_convolutions("on", devices=("cuda",)) as bypass:
@@ -192,9 +195,10 @@ print(torch.cuda.max_memory_reserved() // 2**20, "MiB;", bypass)
 """
 
 
-def test_yolov8n_at_batch_8_and_640_pixels_fits_in_6_gb() -> None:
+@pytest.mark.parametrize("triton", ["with", "without"])
+def test_yolov8n_at_batch_8_and_640_pixels_fits_in_4_gb(triton: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", YOLO, str(REPO / "benchmarks")],
+        [sys.executable, "-c", YOLO, str(REPO / "benchmarks"), triton],
         capture_output=True,
         text=True,
         timeout=400,
@@ -210,3 +214,41 @@ def test_the_probe_finds_a_healthy_card_healthy(tmp_path: Path, monkeypatch: Any
     findings = probe("cuda")
     assert findings.broken == frozenset(), str(findings)
     assert len(findings.verdicts) > 100
+
+
+def test_torch_s_own_kernels_leave_the_library_switched_on() -> None:
+    """They switch it off for a call, also if the call raises."""
+    from penstock.conv.algorithms import aten
+    from support import conv_cases
+
+    case = conv_cases.CASES[0]
+    g, exact = case.geometry(is_channels_last=False), conv_cases.exact(case, torch.float32, "cuda")
+    found = aten.run(g, exact.dy, exact.w, 0, "input gradient")
+    assert (
+        conv_cases.distance(found, exact.results["input gradient"], exact.scales["input gradient"])
+        < 1e-5
+    )
+    assert torch.backends.cudnn.enabled
+    with pytest.raises(RuntimeError):
+        aten.run(g, exact.dy[:, :1], exact.w, 0, "input gradient")
+    assert torch.backends.cudnn.enabled
+
+
+def test_torch_s_own_kernels_are_not_timed_if_they_are_wrong() -> None:
+    from penstock.conv import tuning
+    from penstock.conv.algorithms.candidates import Candidate, candidates
+    from support import conv_cases
+
+    case = conv_cases.CASES[0]
+    g, exact = case.geometry(is_channels_last=False), conv_cases.exact(case, torch.float32, "cuda")
+    ways = candidates(g, "forward", torch.float32, "cuda")
+    right = next(way for way in ways if way.name == "columns")
+    wrong = Candidate("aten", lambda *given: right.run(*given).roll(1, -1))
+    given = (g, exact.x, exact.w, 1 << 20)
+    trial = tuning.Trial([wrong], right)
+    tuning._time(trial, wrong, *given)
+    assert trial.best is right
+    tuning._time(trial, Candidate("aten", right.run), *given)
+    assert trial.best.name == "aten"
+    assert tuning._agrees(right, right, *given)
+    assert not tuning._agrees(wrong, right, *given)

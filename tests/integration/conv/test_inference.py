@@ -94,6 +94,7 @@ def test_without_tensorrt_the_line_that_installs_it_is_named(
     )
 
 
+@pytest.mark.slow
 def test_what_is_slower_than_eager_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 2.0])
     monkeypatch.setattr(inference, "_time_ms", lambda run, device: next(times))

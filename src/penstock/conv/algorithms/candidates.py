@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.conv.algorithms import (
+    aten,
     col2im,
     depthwise,
     im2col,
@@ -25,7 +26,6 @@ from penstock.conv.algorithms import (
     winograd,
 )
 from penstock.conv.geometry import (
-    FORWARD,
     INPUT_GRADIENT,
     PASSES,
     WEIGHT_GRADIENT,
@@ -81,11 +81,14 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         found += _depthwise(g, which, dtype, device, has_triton=has_triton)
     if g.is_pointwise and g.groups == 1:
         found.append(Candidate("1x1 product", _POINTWISE[which]))
-    if which == INPUT_GRADIENT and FOLD_BELOW * g.group_in <= g.group_out and not g.is_depthwise:
+    is_folded = which == INPUT_GRADIENT and not g.is_depthwise
+    folded = [Candidate("columns, folded", col2im.input_gradient)] if is_folded else []
+    if is_folded and FOLD_BELOW * g.group_in <= g.group_out:
         if has_triton and col2im.can_triton(g, dtype):
             run: Run = col2im.triton_input_gradient
             found.append(Candidate("folded product", run, needs_triton=True))
-        found.append(Candidate("columns, folded", col2im.input_gradient))
+        found += folded
+        folded = []
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
     by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
     by_columns = [] if g.is_depthwise and device == "cuda" else [_COLUMNS[which]]
@@ -97,7 +100,9 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
     else:
         found += [*by_winograd, *by_triton, *by_columns]
     if device == "cuda":
-        found += _in_channels_last(g, which, dtype, has_triton=has_triton)
+        found += [*folded, *_in_channels_last(g, which, dtype, has_triton=has_triton)]
+        if not g.is_depthwise and aten.can(g, which, dtype):
+            found.append(Candidate(aten.NAME, partial(aten.run, which=which)))
     return found
 
 
@@ -122,7 +127,7 @@ def _phases_by_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) 
 _COLUMNS: dict[Pass, Candidate] = _by_pass(
     Candidate("columns", im2col.forward),
     Candidate("columns by phases", _phases_by_columns),
-    Candidate("columns by taps", im2col.weight_gradient),
+    Candidate("columns", im2col.weight_gradient),
 )
 _POINTWISE: dict[Pass, Run] = _by_pass(
     pointwise.forward, pointwise.input_gradient, pointwise.weight_gradient
@@ -163,9 +168,12 @@ def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool)
 def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
     if not implicit_gemm.can(g, dtype):
         return []
+    tiles = {"implicit product, wide": implicit_gemm.WIDE, "implicit product": implicit_gemm.NARROW}
+    if implicit_gemm.can_large(g, dtype):
+        tiles["implicit product, large"] = implicit_gemm.LARGE
     found = [
-        Candidate("implicit product, wide", _IMPLICIT[which], needs_triton=True),
-        Candidate("implicit product", partial(_IMPLICIT[which], is_wide=False), needs_triton=True),
+        Candidate(name, partial(_IMPLICIT[which], tile=tile), needs_triton=True)
+        for name, tile in tiles.items()
     ]
     if implicit_gemm.can_merge(g, dtype):
         found.insert(0, Candidate("merged groups", _MERGED[which], needs_triton=True))
@@ -178,11 +186,8 @@ def _depthwise(
     found: list[Candidate] = []
     if has_triton and depthwise.can_triton(g, dtype):
         found.append(Candidate("depthwise lanes", _DEPTHWISE_TRITON[which], needs_triton=True))
-    if device == "cuda" and g.num_dims == 2:
-        if which == FORWARD:
-            found.append(Candidate("aten depthwise", depthwise.aten_forward))
-        if which == INPUT_GRADIENT and depthwise.can_aten_input_gradient(g):
-            found.append(Candidate("aten depthwise", depthwise.aten_input_gradient))
+    if device == "cuda" and aten.can(g, which, dtype):
+        found.append(Candidate(aten.NAME, partial(aten.run, which=which)))
     found.append(Candidate("shifts", partial(_shifts, which=which)))
     return found
 
@@ -205,7 +210,7 @@ def _in_channels_last(
     g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool
 ) -> list[Candidate]:
     """Return algorithms that first copy contiguous tensors to channels_last. Some are faster."""
-    if g.num_dims != 2 or g.is_channels_last:
+    if g.num_dims == 1 or g.is_channels_last:
         return []
     by_triton = has_triton and which == WEIGHT_GRADIENT
     found: list[tuple[str, Run, bool]] = []
@@ -237,8 +242,11 @@ def _turned(
     total: torch.Tensor | None = None
     for start in range(0, g.batch, step):
         chunk = slice(start, start + step)
-        left = a[chunk].contiguous(memory_format=torch.channels_last)
-        right = b[chunk].contiguous(memory_format=torch.channels_last) if is_weight else b
+        left, right = a[chunk], b[chunk] if is_weight else b
+        kind = torch.channels_last if g.num_dims == 2 else torch.channels_last_3d
+        if not (way is im2col.forward or way is im2col.weight_gradient) or not any(g.padding):
+            left = left.contiguous(memory_format=kind)
+            right = right.contiguous(memory_format=kind) if is_weight else b
         part = way(replace(g, is_channels_last=True, batch=len(left)), left, right, cap)
         if not is_weight:
             parts.append(part)

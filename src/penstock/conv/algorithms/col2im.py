@@ -2,8 +2,9 @@
 
 One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
 position of ``dy``. The phase algorithm reads ``O * taps / stride^2`` numbers, which is more in the
-first layer of a network. The numbers are then added to their input positions tap by tap, or by one
-Triton kernel (``triton_input_gradient``).
+first layer of a network. The numbers are then added to their input positions by torch's own col2im
+(for each tap along the first axis of a 3-d convolution), or by a Triton kernel
+(``triton_input_gradient``).
 
 Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
 over the taps are in float32 and rounded once more.
@@ -19,7 +20,6 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -36,24 +36,43 @@ def _sample_bytes(g: Geometry, dy: torch.Tensor) -> int:
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dx`` tap by tap."""
-    weights = w.reshape(g.groups, g.group_out, g.group_in * g.num_taps).transpose(1, 2)
-    inner = (slice(None), slice(None), *g.unpadded_slices)
+    """Compute ``dx`` with torch's col2im, once for each tap along the first of three axes."""
+    is_deep = g.num_dims == 3
+    weights = w.reshape(g.groups, g.group_out, g.group_in, g.num_taps).permute(0, 2, 3, 1)
+    weights = weights.reshape(g.groups, g.group_in, g.kernel[0] if is_deep else 1, -1, g.group_out)
     dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
     step = samples_under(cap_bytes, _sample_bytes(g, dy), g.batch)
     for start in range(0, g.batch, step):
         part = dy[start : start + step]
-        num = part.shape[0]
-        padded = dy.new_zeros((num, g.in_channels, *g.padded_size), dtype=sum_dtype(dy))
-        errors = part.reshape(num, g.groups, g.group_out, g.num_positions).transpose(0, 1)
-        errors = errors.transpose(1, 2).reshape(g.groups, g.group_out, -1)
-        cells = torch.bmm(weights, errors).view(g.in_channels, *g.kernel, num, *g.out_size)
-        for tap in g.taps():
-            seen = (slice(None), slice(None), *g.tap_slices(tap))
-            here: tuple[Any, ...] = (slice(None), *tap)
-            padded[seen] += cells[here].transpose(0, 1)
-        dx[start : start + step] = padded[inner]
+        planes = part.transpose(1, 2).flatten(0, 1) if is_deep else part
+        errors = planes.reshape(len(planes), g.groups, g.group_out, -1)
+        padded = dx.new_zeros(0)
+        for number, taps in enumerate(weights.unbind(2)):
+            matrix = taps.reshape(g.groups, -1, g.group_out)
+            cells = torch.matmul(matrix, errors).view(len(planes), -1, errors.shape[-1])
+            folded = _fold(g, cells)
+            if not is_deep:
+                dx[start : start + step] = folded.view(dx[start : start + step].shape)
+                continue
+            if not number:
+                shape = (len(part), g.in_channels, g.padded_size[0], *g.in_size[1:])
+                padded = folded.new_zeros(shape)
+            folded = folded.view(len(part), -1, *folded.shape[1:]).transpose(1, 2)
+            padded[:, :, g.tap_slices((number, 0, 0))[0]] += folded
+        if is_deep:
+            dx[start : start + step] = padded[:, :, g.unpadded_slices[0]]
     return dx
+
+
+def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
+    """Add ``[planes, C * taps, positions]`` to ``[planes, C, height, width]``, in float32."""
+    if cells.is_complex():
+        return torch.complex(_fold(g, cells.real), _fold(g, cells.imag))
+    size, kernel, step, stride = (
+        two(values[-2:], 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
+    )
+    padding = two(g.padding[-2:], 0)
+    return torch.nn.functional.fold(cells.to(sum_dtype(cells)), size, kernel, step, padding, stride)
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -61,7 +80,7 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True for one group and a kernel small enough to unroll."""
-    return can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
+    return g.num_dims <= 2 and can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
 
 
 @functools.lru_cache(maxsize=4096)

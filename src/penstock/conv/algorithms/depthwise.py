@@ -1,13 +1,9 @@
-"""Depthwise convolutions by shifted multiply-adds, ATen's own kernel, or Triton.
+"""Depthwise convolutions by shifted multiply-adds or Triton.
 
 *Shifts*: for each tap of the kernel, a shifted view of the padded input is multiplied by one number
 per channel and added to the result (in float32 for half types). Error: one rounding for each tap,
 and one at the end. Memory in elements, in addition to inputs and results: the padded input, and for
 half types twice the result.
-
-*ATen*: ``aten::_conv_depthwise2d`` on a GPU is torch's own kernel and calls no vendor library. It
-has no backward pass. With stride 1, the input gradient is the same kernel with reversed taps. Error
-and memory are those of ATen: sums in float32, and no memory in addition to the result.
 
 *Triton*: one lane for each element. Error: sums in float32, rounded once. Memory in addition to
 inputs and results: none, except ``parts * C * taps`` float32 sums for the weight gradient.
@@ -20,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import torch
 
@@ -34,8 +29,6 @@ TILE = 2048
 """Elements in a tile of positions and channels."""
 CELLS = 4096
 """Number of sums held by one program of a weight gradient."""
-
-_aten: Any = torch.ops.aten
 
 # -- shifts ----------------------------------------------------------------------------------------
 
@@ -96,38 +89,13 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     return dw.to(x.dtype).view(g.out_channels, 1, *g.kernel)
 
 
-# -- ATen's kernel ---------------------------------------------------------------------------------
-
-
-def aten_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``y`` with ``aten::_conv_depthwise2d`` (2-d, CUDA and ROCm)."""
-    return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
-        x, w, list(g.kernel), None, list(g.stride), list(g.padding), list(g.dilation)
-    )
-
-
-def aten_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """Compute ``dx`` with the same kernel. Requires stride 1 and one output per group."""
-    padding = [d * (k - 1) - p for d, k, p in zip(g.dilation, g.kernel, g.padding, strict=True)]
-    return _aten._conv_depthwise2d(  # type: ignore[no-any-return]
-        dy, w.flip((2, 3)), list(g.kernel), None, [1, 1], padding, list(g.dilation)
-    )
-
-
-def can_aten_input_gradient(g: Geometry) -> bool:
-    """Return True if the kernel with reversed taps can compute ``dx``."""
-    reach = zip(g.dilation, g.kernel, g.padding, strict=True)
-    return g.is_unit_stride and g.group_out == 1 and all(d * (k - 1) >= p for d, k, p in reach)
-
-
 # -- Triton ----------------------------------------------------------------------------------------
 
 
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True for one output per channel and a kernel small enough to unroll."""
-    return can_gather(g, dtype) and g.is_depthwise and g.group_out == 1 and g.num_taps <= 64
+    is_flat = g.num_dims <= 2 and g.is_depthwise and g.group_out == 1
+    return is_flat and can_gather(g, dtype) and g.num_taps <= 64
 
 
 def _steps(g: Geometry) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ def _tile(num_m, num_n, GROUP_M: tl.constexpr):
 _PLAIN = [
     *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_h", "taps_w", "depth"),
     *("stride_h", "stride_w", "step_h", "step_w", "offset_h", "offset_w", "pad_h", "pad_w"),
+    *("out_d", "in_d", "taps_d", "stride_d", "step_d", "offset_d", "w_q"),
     *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
     *("num_tiles", "tiles_h", "tiles_w", "size_h", "size_w", "first"),
 ]
@@ -46,25 +47,52 @@ def kernel(function):
     return triton.jit(do_not_specialize=plain)(function)
 
 
+@triton.jit
+def _places(rows, out_d, out_h, out_w, DEEP: tl.constexpr):
+    """Return sample, depth, row and column of an output position."""
+    w = rows % out_w
+    rest = rows // out_w
+    h = rest % out_h
+    rest = rest // out_h
+    d = 0
+    if DEEP:
+        d = rest % out_d
+        rest = rest // out_d
+    return rest.to(tl.int64), d, h, w
+
+
+@triton.jit
+def _split_tap(tap, taps_h, taps_w, DEEP: tl.constexpr):
+    """Return the indices of a tap along each axis."""
+    rest = tap // taps_w
+    s = tap - rest * taps_w
+    q = 0
+    r = rest
+    if DEEP:
+        q = rest // taps_h
+        r = rest - q * taps_h
+    return q, r, s
+
+
 @kernel
 def gather_gemm(
     x, w, y,
-    batch, out_h, out_w, in_h, in_w, channels, outputs, taps_h, taps_w,
-    stride_h, stride_w, step_h, step_w, offset_h, offset_w,
+    batch, out_d, out_h, out_w, in_d, in_h, in_w, channels, outputs, taps_d, taps_h, taps_w,
+    stride_d, stride_h, stride_w, step_d, step_h, step_w, offset_d, offset_h, offset_w,
     w_first, y_first,
-    x_n, x_c, x_h, x_w,
-    w_g, w_r, w_s, w_c, w_k,
-    y_n, y_c, y_h, y_w,
-    IS_PHASED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    x_n, x_c, x_d, x_h, x_w,
+    w_g, w_q, w_r, w_s, w_c, w_k,
+    y_n, y_c, y_d, y_h, y_w,
+    DEEP: tl.constexpr, IS_PHASED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Compute ``y[n, o, h, w]``, the sum of ``x[n, c, h * stride + r * step + offset, ...] * w``.
 
-    The weights are ``w[r, s, c, o]``. Forward pass: the step is the dilation, and the offset is
+    The weights are ``w[q, r, s, c, o]``. Forward pass: the step is the dilation, and the offset is
     minus the padding. One phase of an input gradient: the stride is 1, the step is negative, and
     the strides of ``y`` skip the other phases. ``w_first`` and ``y_first`` are the offsets of its
-    first tap and first position. The second program axis is the group. EVEN: each block of the
-    depth is within one tap.
+    first tap and first position. The second program axis is the group. DEEP: there are three
+    spatial axes; without it, the depth is 1. EVEN: each block of the depth is within one tap.
 
     IS_PHASED computes all phases of an undilated input gradient, one per program of the third
     axis. The stride is that of the convolution, the offset is its padding, and the sizes and
@@ -72,8 +100,8 @@ def gather_gemm(
     """
     group = tl.program_id(1)
     if IS_PHASED:
-        phase_h = tl.program_id(2) // stride_w
         phase_w = tl.program_id(2) % stride_w
+        phase_h = tl.program_id(2) // stride_w % stride_h
         first_h = (phase_h + offset_h) % stride_h
         first_w = (phase_w + offset_w) % stride_w
         w_first = first_h * w_r + first_w * w_s
@@ -88,26 +116,40 @@ def gather_gemm(
         w_s = w_s * stride_w
         y_h = y_h * stride_h
         y_w = y_w * stride_w
+        if DEEP:
+            phase_d = tl.program_id(2) // stride_w // stride_h
+            first_d = (phase_d + offset_d) % stride_d
+            w_first += first_d * w_q
+            y_first += phase_d * y_d
+            out_d = tl.maximum(out_d - phase_d + stride_d - 1, 0) // stride_d
+            taps_d = tl.maximum(taps_d - first_d + stride_d - 1, 0) // stride_d
+            offset_d = (phase_d + offset_d - first_d) // stride_d
+            w_q = w_q * stride_d
+            y_d = y_d * stride_d
+        stride_d = 1
         stride_h = 1
         stride_w = 1
+        step_d = -1
         step_h = -1
         step_w = -1
     depth = taps_h * taps_w * channels
     num_rows = batch * out_h * out_w
+    if DEEP:
+        depth = depth * taps_d
+        num_rows = num_rows * out_d
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(outputs, BLOCK_N)
     if tl.program_id(0) >= num_m * num_n:
         return  # this phase has fewer positions than the first
     m, n = _tile(num_m, num_n, GROUP_M)
     rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    places_w = rows % out_w
-    rest = rows // out_w
-    places_h = rest % out_h
-    sample = (rest // out_h).to(tl.int64)
+    sample, places_d, places_h, places_w = _places(rows, out_d, out_h, out_w, DEEP)
     is_row = rows < num_rows
     from_h = places_h * stride_h + offset_h
     from_w = places_w * stride_w + offset_w
     x_rows = x + sample * x_n + group * channels * x_c
+    if DEEP:
+        from_d = places_d * stride_d + offset_d
     columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < outputs
     w_columns = w + w_first + group * w_g + columns * w_k
@@ -117,17 +159,20 @@ def gather_gemm(
         if EVEN:
             tap = start // channels
             channel = start - tap * channels + inner
-            r = tap // taps_w
-            s = tap - r * taps_w
+            q, r, s = _split_tap(tap, taps_h, taps_w, DEEP)
             at_h = from_h + r * step_h
             at_w = from_w + s * step_w
             is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
             x_at = x_rows + at_h * x_h + at_w * x_w
+            if DEEP:
+                at_d = from_d + q * step_d
+                is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
+                x_at += at_d * x_d
             left = tl.load(
                 x_at[:, None] + channel[None, :] * x_c, mask=is_inside[:, None], other=0.0
             )
             right = tl.load(
-                w_columns[None, :] + (r * w_r + s * w_s + channel * w_c)[:, None],
+                w_columns[None, :] + (q * w_q + r * w_r + s * w_s + channel * w_c)[:, None],
                 mask=is_column[None, :],
                 other=0.0,
             )
@@ -135,24 +180,26 @@ def gather_gemm(
             k = start + inner
             tap = k // channels
             channel = k - tap * channels
-            r = tap // taps_w
-            s = tap - r * taps_w
+            q, r, s = _split_tap(tap, taps_h, taps_w, DEEP)
             at_h = from_h[:, None] + (r * step_h)[None, :]
             at_w = from_w[:, None] + (s * step_w)[None, :]
             is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
             is_inside = is_inside & is_row[:, None] & (k < depth)[None, :]
-            left = tl.load(
-                x_rows[:, None] + (channel * x_c)[None, :] + at_h * x_h + at_w * x_w,
-                mask=is_inside,
-                other=0.0,
-            )
+            x_at = x_rows[:, None] + (channel * x_c)[None, :] + at_h * x_h + at_w * x_w
+            if DEEP:
+                at_d = from_d[:, None] + (q * step_d)[None, :]
+                is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
+                x_at += at_d * x_d
+            left = tl.load(x_at, mask=is_inside, other=0.0)
             right = tl.load(
-                w_columns[None, :] + (r * w_r + s * w_s + channel * w_c)[:, None],
+                w_columns[None, :] + (q * w_q + r * w_r + s * w_s + channel * w_c)[:, None],
                 mask=is_column[None, :] & (k < depth)[:, None],
                 other=0.0,
             )
         sums = tl.dot(left, right, sums, input_precision="ieee")
     y_rows = y + y_first + sample * y_n + places_h * y_h + places_w * y_w
+    if DEEP:
+        y_rows += places_d * y_d
     y_at = y_rows[:, None] + ((group * outputs + columns) * y_c)[None, :]
     tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -160,17 +207,19 @@ def gather_gemm(
 @kernel
 def weight_gemm(
     x, dy, partial,
-    num_rows, rows_per_split, out_h, out_w, in_h, in_w, channels, outputs, taps_w, depth,
-    stride_h, stride_w, step_h, step_w, offset_h, offset_w,
-    x_n, x_c, x_h, x_w,
-    y_n, y_c, y_h, y_w,
+    num_rows, rows_per_split, out_d, out_h, out_w, in_d, in_h, in_w, channels, outputs,
+    taps_h, taps_w, depth,
+    stride_d, stride_h, stride_w, step_d, step_h, step_w, offset_d, offset_h, offset_w,
+    x_n, x_c, x_d, x_h, x_w,
+    y_n, y_c, y_d, y_h, y_w,
     num_groups,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEEP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``partial[split, group, o, (r, s, c)]``, the sums over the positions of one split.
+    """Compute ``partial[split, group, o, (q, r, s, c)]``, the sums over the positions of one split.
 
-    :func:`sum_splits` adds the splits, in float32 and always in the same order. EVEN: each block of
-    columns is within one tap.
+    :func:`sum_splits` adds the splits, in float32 and always in the same order. DEEP: there are
+    three spatial axes. EVEN: each block of columns is within one tap.
     """
     group = tl.program_id(1)
     split = tl.program_id(2)
@@ -181,18 +230,13 @@ def weight_gemm(
     is_out = outs < outputs
     columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < depth
-    if EVEN:
-        tap = (n * BLOCK_N) // channels
-        r = tap // taps_w
-        s = tap - r * taps_w
-        channel = columns - tap * channels
-    else:
-        taps = columns // channels
-        channel = columns - taps * channels
-        r = taps // taps_w
-        s = taps - r * taps_w
+    tap = (n * BLOCK_N if EVEN else columns) // channels
+    channel = columns - tap * channels
+    q, r, s = _split_tap(tap, taps_h, taps_w, DEEP)
     shift_h = r * step_h + offset_h
     shift_w = s * step_w + offset_w
+    if DEEP:
+        shift_d = q * step_d + offset_d
     x_columns = x + (group * channels + channel) * x_c
     y_outs = dy + (group * outputs + outs) * y_c
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -201,11 +245,10 @@ def weight_gemm(
     for start in range(first, last, BLOCK_K):
         rows = start + tl.arange(0, BLOCK_K)
         is_row = rows < last
-        places_w = rows % out_w
-        rest = rows // out_w
-        places_h = rest % out_h
-        sample = (rest // out_h).to(tl.int64)
+        sample, places_d, places_h, places_w = _places(rows, out_d, out_h, out_w, DEEP)
         y_rows = sample * y_n + places_h * y_h + places_w * y_w
+        if DEEP:
+            y_rows += places_d * y_d
         left = tl.load(
             y_outs[:, None] + y_rows[None, :], mask=is_out[:, None] & is_row[None, :], other=0.0
         )
@@ -214,6 +257,10 @@ def weight_gemm(
             at_w = places_w * stride_w + shift_w
             is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
             x_rows = sample * x_n + at_h * x_h + at_w * x_w
+            if DEEP:
+                at_d = places_d * stride_d + shift_d
+                is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
+                x_rows += at_d * x_d
             right = tl.load(
                 x_columns[None, :] + x_rows[:, None],
                 mask=is_inside[:, None] & is_column[None, :],
@@ -225,6 +272,10 @@ def weight_gemm(
             is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
             is_inside = is_inside & is_row[:, None] & is_column[None, :]
             x_rows = (sample * x_n)[:, None] + at_h * x_h + at_w * x_w
+            if DEEP:
+                at_d = (places_d * stride_d)[:, None] + shift_d[None, :]
+                is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
+                x_rows += at_d * x_d
             right = tl.load(x_columns[None, :] + x_rows, mask=is_inside, other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
     base = partial + (split * num_groups + group).to(tl.int64) * outputs * depth

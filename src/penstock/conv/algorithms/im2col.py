@@ -27,11 +27,6 @@ import torch
 
 from penstock.conv.geometry import Geometry, sum_dtype
 
-TAPS_FROM_CHANNELS = 16
-"""With at least this many channels per group, a weight gradient is computed tap by tap, because the
-product of one tap is then wide enough. This value is estimated, not measured: 16 is the narrowest
-tile of GPU matrix units."""
-
 
 @dataclass(frozen=True)
 class _Chunk:
@@ -100,25 +95,25 @@ class _Window:
         if not any(g.padding):
             return self.x[chunk.samples, first : first + seen]
         shape = (chunk.num_samples, seen, *g.padded_size[1:], g.in_channels)
-        buffer = self.take(shape)
+        buffer, is_new = self.take(shape)
         low = first - g.padding[0]  # in rows of the unpadded input
         top, bottom = max(low, 0), min(low + seen, g.in_size[0])
-        if top > low or bottom < low + seen:
+        if not is_new and (top > low or bottom < low + seen):
             buffer.zero_()
         if bottom > top:
             place = (slice(None), slice(top - low, bottom - low), *g.unpadded_slices[1:])
             buffer[place] = self.x[chunk.samples, top:bottom]
         return buffer
 
-    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the buffer, reallocated if the shape is different."""
-        if self.buffer is None or tuple(self.buffer.shape) != shape:
-            if self.g.is_channels_last:
-                self.buffer = self.x.new_zeros(shape)
-            else:
-                first = (shape[0], shape[-1], *shape[1:-1])
-                self.buffer = self.x.new_zeros(first).movedim(1, -1)
-        return self.buffer
+    def take(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, bool]:
+        """Return the buffer, and whether it is new because the shape is different."""
+        is_new = self.buffer is None or tuple(self.buffer.shape) != shape
+        if is_new and self.g.is_channels_last:
+            self.buffer = self.x.new_zeros(shape)
+        elif is_new:
+            self.buffer = self.x.new_zeros((shape[0], shape[-1], *shape[1:-1])).movedim(1, -1)
+        assert self.buffer is not None
+        return self.buffer, is_new
 
     def columns(self, chunk: _Chunk) -> torch.Tensor:
         """Return a view ``[samples, *out, *kernel, channels]``. Nothing is copied here."""
@@ -130,12 +125,6 @@ class _Window:
         return seen.as_strided(
             size, (strides[0], *outer, *taps, strides[-1]), seen.storage_offset()
         )
-
-    def tap(self, seen: torch.Tensor, chunk: _Chunk, place: tuple[int, ...]) -> torch.Tensor:
-        """Return the input values that one tap reads, as a view ``[samples, *out, channels]``."""
-        rows = (chunk.num_rows, *self.g.out_size[1:])
-        whole = (slice(None), *self.g.tap_slices(place, rows))
-        return seen[whole]
 
 
 # -- forward ---------------------------------------------------------------------------------------
@@ -229,54 +218,36 @@ def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Te
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``dw`` as ``[O, C/groups, *kernel]``, never holding all columns in memory.
 
-    With many channels, it is computed tap by tap, with a buffer for the inputs of one tap.
-    Otherwise, the columns of a chunk are used. Copies follow the memory layout: runs of channels in
-    channels_last, runs of positions otherwise.
+    Copies follow the memory layout: runs of channels in channels_last, runs of positions otherwise.
+    In the second case the samples are multiplied one by one if that takes less memory than a copy
+    of ``dy``, which is then read in place. The sums are shorter too, and rounded less.
     """
-    dw = x.new_zeros((g.groups, g.num_taps * g.group_in, g.group_out), dtype=sum_dtype(x))
-    by_taps = g.group_in >= TAPS_FROM_CHANNELS or g.num_taps == 1
+    dw: torch.Tensor | None = None
     is_last = g.is_channels_last and g.groups == 1
-    row_bytes = _row_bytes(g, x.element_size()) // (g.num_taps if by_taps else 1)
+    by_sample = not is_last and g.group_out <= g.num_positions
     window, buffer = _Window(g, x), None
-    for chunk in _chunks(g, cap_bytes, row_bytes):
-        num = chunk.num_samples * chunk.num_rows * prod(g.out_size[1:])
-        errors = _errors(g, dy, chunk, num, is_last=is_last)
-        num_taps = 1 if by_taps else g.num_taps
-        buffer = _fitting(buffer, x, num * num_taps * g.in_channels)
-        cells = buffer[: num * num_taps * g.in_channels]
-        if not by_taps:
-            dw += _product(g, cells, window.columns(chunk), errors, is_last=is_last)
-            continue
-        seen = window.padded(chunk)
-        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out)
-        for number, place in enumerate(g.taps()):
-            view = window.tap(seen, chunk, place)
-            one = view.reshape(*view.shape[:-1], *(1,) * g.num_dims, view.shape[-1])
-            parts[:, number] += _product(g, cells, one, errors, is_last=is_last)
-    return _shape_weights(g, dw, is_last=is_last or by_taps).to(x.dtype)
-
-
-def _product(
-    g: Geometry, cells: torch.Tensor, columns: torch.Tensor, errors: torch.Tensor, *, is_last: bool
-) -> torch.Tensor:
-    """Copy columns into ``cells`` and multiply by ``errors``: ``[groups, depth, O/groups]``."""
-    if is_last:
-        _fill_last(g, cells, columns)
-        matrix = cells.view(1, errors.shape[1], -1).transpose(1, 2)
-    else:
-        _fill_first(g, cells, columns, is_grouped=True)
-        matrix = cells.view(g.groups, -1, errors.shape[1])
-    return torch.bmm(matrix, errors)
-
-
-def _errors(
-    g: Geometry, dy: torch.Tensor, chunk: _Chunk, num: int, *, is_last: bool
-) -> torch.Tensor:
-    """Return the chunk's part of ``dy`` as ``[groups, positions, O/groups]``."""
-    part = dy[chunk.samples, :, chunk.rows]
-    if is_last:
-        return part.movedim(1, -1).reshape(1, num, g.out_channels)
-    return part.transpose(0, 1).reshape(g.groups, g.group_out, num).transpose(1, 2)
+    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
+        places = chunk.num_rows * prod(g.out_size[1:])
+        num_cells = chunk.num_samples * places * g.num_taps * g.in_channels
+        buffer = _fitting(buffer, x, num_cells)
+        cells, errors = buffer[:num_cells], dy[chunk.samples, :, chunk.rows]
+        num = places if by_sample else chunk.num_samples * places
+        if is_last:
+            _fill_last(g, cells, window.columns(chunk))
+            matrix = cells.view(1, num, -1).transpose(1, 2)
+            errors = errors.movedim(1, -1).reshape(1, num, g.out_channels)
+        else:
+            _fill_first(g, cells, window.columns(chunk), is_grouped=not by_sample)
+            errors = errors if by_sample else errors.transpose(0, 1)
+            errors = errors.reshape(-1, g.group_out, num).transpose(1, 2)
+            matrix = cells.view(len(errors), -1, num)
+        part = torch.bmm(matrix, errors)
+        if by_sample:
+            part = part.view(chunk.num_samples, g.groups, *part.shape[1:])
+            part = part[0] if len(part) == 1 else part.sum(0, dtype=sum_dtype(x))
+        dw = part.to(sum_dtype(x)) if dw is None else dw.add_(part)
+    assert dw is not None
+    return _shape_weights(g, dw, is_last=is_last).to(x.dtype)
 
 
 def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The columns of im2col are never written. Each program computes the addresses of its part of them, so
 there is no copy and no memory for it in either layout. Groups are one more program axis. The
-kernels handle two spatial axes; a 1-d convolution runs with a height of 1.
+kernels handle two or three spatial axes; a 1-d convolution runs with a height of 1.
 
 Weight gradients sum over parts of the positions first, and then sum the parts. This gives many
 programs work although ``dw`` is small, and the same call gives the same bits.
@@ -27,12 +27,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
+from operator import mul
 from typing import Any
 
 import torch
 
 from penstock.conv.algorithms.phases import Axis, phases
-from penstock.conv.algorithms.triton_launch import Launch, four, kernels, power, two
+from penstock.conv.algorithms.triton_launch import Launch, five, four, kernels, power, three, two
 from penstock.conv.geometry import Geometry, empty
 
 MAX_ELEMENTS = 1 << 31
@@ -54,20 +55,32 @@ def _by_type(float32: Block, half: Block) -> dict[torch.dtype, Block]:
     return {torch.float32: float32, torch.float16: half, torch.bfloat16: half}
 
 
-# The tiles to try: the best two of seven on an H200. penstock.conv.tuning picks one per shape.
-WIDE = _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4))
-NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(256, 64, 64, 8, 3))
+# The tiles to try: the best of nine on an H200, for eight layers. The large one is for matrix units
+# and many channels. penstock.conv.tuning picks one per shape.
+WIDE, NARROW, LARGE = "wide", "narrow", "large"
+TILES = {
+    WIDE: _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4)),
+    NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(128, 64, 64, 4, 4)),
+    LARGE: _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 64, 8, 3)),
+}
+LARGE_FROM = 128
+"""Channels and outputs of a group that make a large tile worthwhile."""
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True if the kernels can compute this convolution."""
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
-    return g.num_dims <= 2 and dtype in WIDE and largest < MAX_ELEMENTS
+    return dtype in TILES[WIDE] and largest < MAX_ELEMENTS
 
 
-def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wide: bool) -> Block:
+def can_large(g: Geometry, dtype: torch.dtype) -> bool:
+    """Return True for half types with many channels in each group."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return is_half and can(g, dtype) and min(g.group_in, g.group_out) >= LARGE_FROM
+
+
+def _block(outputs: int, channels: int, depth: int, base: Block) -> Block:
     """Return a tile no wider than the outputs, with a depth within one tap if possible."""
-    base = (WIDE if is_wide else NARROW)[dtype]
     n = max(16, min(base.n, power(outputs)))
     within = [k for k in (64, 32, 16) if k <= base.k and channels % k == 0]
     k = within[0] if within else max(16, min(32, base.k, power(depth)))
@@ -78,6 +91,9 @@ def _block(outputs: int, channels: int, depth: int, dtype: torch.dtype, *, is_wi
 
 Strides = tuple[int, ...]
 Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Three = tuple[int, int, int]
+Weights = tuple[int, int, int, int, int, int]
+"""Strides of the weights: group, tap along each axis, summed channel, output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +105,22 @@ class _Gather:
         num_phases: The number of phases, if one launch computes all phases of an input gradient.
     """
 
-    taps: tuple[int, int]
-    out_size: tuple[int, int]
-    in_size: tuple[int, int]
-    stride: tuple[int, int]
-    step: tuple[int, int]
-    offset: tuple[int, int]
-    weights: tuple[int, int, int, int, int]
-    x: tuple[int, int, int, int]
-    y: tuple[int, int, int, int]
+    taps: Three
+    out_size: Three
+    in_size: Three
+    stride: Three
+    step: Three
+    offset: Three
+    weights: Weights
+    x: tuple[int, int, int, int, int]
+    y: tuple[int, int, int, int, int]
     w_first: int = 0
     y_first: int = 0
     num_phases: int | None = None
 
     def launch(self, g: Geometry, channels: int, outputs: int, block: Block) -> Launch:
         """Return a launch that sums over ``channels`` for each of ``outputs``, in each group."""
-        one = self.stride if self.num_phases else (1, 1)  # the first phase is the largest
+        one = self.stride if self.num_phases else (1, 1, 1)  # the first phase is the largest
         rows = g.batch * prod(
             -(-size // step) for size, step in zip(self.out_size, one, strict=True)
         )
@@ -118,6 +134,7 @@ class _Gather:
                 *(*self.x, *self.weights, *self.y),
             ),
             {
+                "DEEP": g.num_dims == 3,
                 "IS_PHASED": self.num_phases is not None,
                 "EVEN": channels % block.k == 0,
                 "BLOCK_M": block.m,
@@ -130,15 +147,15 @@ class _Gather:
         )
 
 
-def _taps(g: Geometry, w: Strides) -> tuple[int, int, int, int, int]:
-    """Return the strides of the weights: group, tap row, tap column, input and output channel."""
-    output, channel, row, column = four(w)
-    return g.group_out * output, row, column, channel, output
+def _taps(g: Geometry, w: Strides) -> Weights:
+    """Return the strides of the weights: group, tap along each axis, input and output channel."""
+    output, channel, *taps = five(w)
+    return (g.group_out * output, *taps, channel, output)  # type: ignore[return-value]
 
 
 def _settle_weights(
     g: Geometry, w: Strides, dtype: torch.dtype, *, is_forward: bool
-) -> tuple[tuple[int, int, int, int, int], Callable[[Any], Any]]:
+) -> tuple[Weights, Callable[[Any], Any]]:
     """Return the weight strides for the kernel (see :func:`_taps`) and a function that converts.
 
     The weights are read in place if the channels of the result are adjacent in memory. For half
@@ -156,28 +173,28 @@ def _settle_weights(
         order = (0, *range(3, num + 3), 1, 2)
         last = (1, g.group_in)
     shape = (g.groups, g.group_out, g.group_in, *g.kernel)
-    each, wide = g.group_in * g.group_out, two(g.kernel, 1)[1]
-    strides = (g.num_taps * each, wide * each, each, *last)
+    each, (_, high, wide) = g.group_in * g.group_out, three(g.kernel, 1)
+    strides = (g.num_taps * each, high * wide * each, wide * each, each, *last)
     return strides, lambda weights: weights.reshape(shape).permute(order).contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_forward(
-    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, w: Strides, is_wide: bool
+    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, w: Strides, tile: str
 ) -> Prepared:
     make = empty(g, g.out_channels, g.out_size, dtype)
     weights, settle = _settle_weights(g, w, dtype, is_forward=True)
-    block = _block(g.group_out, g.group_in, g.num_taps * g.group_in, dtype, is_wide=is_wide)
+    block = _block(g.group_out, g.group_in, g.num_taps * g.group_in, TILES[tile][dtype])
     launch = _Gather(
-        taps=two(g.kernel, 1),
-        out_size=two(g.out_size, 1),
-        in_size=two(g.in_size, 1),
-        stride=two(g.stride, 1),
-        step=two(g.dilation, 1),
-        offset=two(tuple(-p for p in g.padding), 0),
+        taps=three(g.kernel, 1),
+        out_size=three(g.out_size, 1),
+        in_size=three(g.in_size, 1),
+        stride=three(g.stride, 1),
+        step=three(g.dilation, 1),
+        offset=three(tuple(-p for p in g.padding), 0),
         weights=weights,
-        x=four(x),
-        y=four(g.strides(g.out_channels, g.out_size)),
+        x=five(x),
+        y=five(g.strides(g.out_channels, g.out_size)),
     ).launch(g, g.group_in, g.group_out, block)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -189,18 +206,18 @@ def _prepare_forward(
 
 
 def forward(
-    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, tile: str = WIDE
 ) -> torch.Tensor:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), is_wide)(x, w)
+    return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), tile)(x, w)
 
 
 def _phase(
     g: Geometry,
     phase: tuple[Axis, ...],
-    weights: tuple[int, int, int, int, int],
+    weights: Weights,
     dy: Strides,
-    dx: tuple[int, int, int, int],
+    dx: tuple[int, int, int, int, int],
 ) -> _Gather:
     """Return the launch parameters of one phase of an input gradient.
 
@@ -208,56 +225,56 @@ def _phase(
         dy: Strides of ``dy``.
         dx: Strides of ``dx``.
     """
-    group, row, column, channel, output = weights
-    start = two(tuple(axis.start for axis in phase), 0)
-    first = two(tuple(axis.taps[0] for axis in phase), 0)
-    every = two(tuple(axis.taps[1] for axis in phase), 1)
-    stride = two(g.stride, 1)
+    group, *taps, channel, output = weights
+    start = three(tuple(axis.start for axis in phase), 0)
+    first = three(tuple(axis.taps[0] for axis in phase), 0)
+    every = three(tuple(axis.taps[1] for axis in phase), 1)
+    stride = three(g.stride, 1)
     return _Gather(
-        taps=two(tuple(axis.num_taps for axis in phase), 1),
-        out_size=two(tuple(axis.num for axis in phase), 1),
-        in_size=two(g.out_size, 1),
-        stride=(1, 1),
-        step=two(tuple(-axis.step for axis in phase), 0),
-        offset=two(tuple(axis.offset for axis in phase), 0),
-        weights=(group, row * every[0], column * every[1], output, channel),
-        x=four(dy),
-        y=(dx[0], dx[1], dx[2] * stride[0], dx[3] * stride[1]),
-        w_first=first[0] * row + first[1] * column,
-        y_first=start[0] * dx[2] + start[1] * dx[3],
+        taps=three(tuple(axis.num_taps for axis in phase), 1),
+        out_size=three(tuple(axis.num for axis in phase), 1),
+        in_size=three(g.out_size, 1),
+        stride=(1, 1, 1),
+        step=three(tuple(-axis.step for axis in phase), 0),
+        offset=three(tuple(axis.offset for axis in phase), 0),
+        weights=(group, *map(mul, taps, every), output, channel),
+        x=five(dy),
+        y=(*dx[:2], *map(mul, dx[2:], stride)),
+        w_first=sum(map(mul, first, taps)),
+        y_first=sum(map(mul, start, dx[2:])),
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare_input_gradient(
-    g: Geometry, dtype: torch.dtype, device: torch.device, dy: Strides, w: Strides, is_wide: bool
+    g: Geometry, dtype: torch.dtype, device: torch.device, dy: Strides, w: Strides, tile: str
 ) -> Prepared:
     make = empty(g, g.in_channels, g.in_size, dtype)
     weights, settle = _settle_weights(g, w, dtype, is_forward=False)
-    group, row, column, channel, output = weights
-    strides = four(g.strides(g.in_channels, g.in_size))
+    group, *along, channel, output = weights
+    strides = five(g.strides(g.in_channels, g.in_size))
     launches, empties = [], []
     if g.is_undilated and not g.is_unit_stride:
         taps = -(-g.num_taps // prod(g.stride))
         gather = _Gather(
-            taps=two(g.kernel, 1),
-            out_size=two(g.in_size, 1),
-            in_size=two(g.out_size, 1),
-            stride=two(g.stride, 1),
-            step=(1, 1),
-            offset=two(g.padding, 0),
-            weights=(group, row, column, output, channel),
-            x=four(dy),
+            taps=three(g.kernel, 1),
+            out_size=three(g.in_size, 1),
+            in_size=three(g.out_size, 1),
+            stride=three(g.stride, 1),
+            step=(1, 1, 1),
+            offset=three(g.padding, 0),
+            weights=(group, *along, output, channel),  # type: ignore[arg-type]
+            x=five(dy),
             y=strides,
             num_phases=prod(g.stride),
         )
-        block = _block(g.group_in, g.group_out, taps * g.group_out, dtype, is_wide=is_wide)
+        block = _block(g.group_in, g.group_out, taps * g.group_out, TILES[tile][dtype])
         launches.append(gather.launch(g, g.group_out, g.group_in, block))
     else:
         for phase in phases(g):
             if all(axis.num_taps for axis in phase):
                 taps = prod(axis.num_taps for axis in phase)
-                block = _block(g.group_in, g.group_out, taps * g.group_out, dtype, is_wide=is_wide)
+                block = _block(g.group_in, g.group_out, taps * g.group_out, TILES[tile][dtype])
                 gather = _phase(g, phase, weights, dy, strides)
                 launches.append(gather.launch(g, g.group_out, g.group_in, block))
             else:
@@ -277,13 +294,13 @@ def _prepare_input_gradient(
 
 
 def input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_wide: bool = True
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, tile: str = WIDE
 ) -> torch.Tensor:
     """Compute ``dx``, writing each phase directly to its positions.
 
     Without dilation, one launch computes all phases.
     """
-    return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), is_wide)(dy, w)
+    return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), tile)(dy, w)
 
 
 # -- weight gradient -------------------------------------------------------------------------------
@@ -294,8 +311,11 @@ TARGET_PROGRAMS = 132 * 4
 of an H200."""
 
 # The tiles to try, as outputs, columns and positions per step: the best two of six on an H200.
-WEIGHT_WIDE = _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 64, 64, 4, 3))
-WEIGHT_NARROW = _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 64, 32, 4, 4))
+WEIGHT_TILES = {
+    WIDE: _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 64, 64, 4, 3)),
+    NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 64, 32, 4, 4)),
+    LARGE: _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 128, 64, 4, 3)),
+}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,13 +325,13 @@ def _prepare_weight_gradient(
     device: torch.device,
     x: Strides,
     dy: Strides,
-    is_wide: bool,
+    tile: str,
     merged: int,
     limit_bytes: int,
 ) -> Prepared:
     unmerged, g = g, replace(g, groups=g.groups // merged)
     depth, rows = g.num_taps * g.group_in, g.batch * g.num_positions
-    base = (WEIGHT_WIDE if is_wide else WEIGHT_NARROW)[dtype]
+    base = WEIGHT_TILES[tile][dtype]
     block_m = max(16, min(base.m, power(g.group_out)))
     block_n = max(16, min(base.n, power(depth)))
     block_k = base.k
@@ -321,12 +341,13 @@ def _prepare_weight_gradient(
         kernels().weight_gemm,
         (tiles, g.groups, split.num),
         (
-            *(rows, split.size, *two(g.out_size, 1), *two(g.in_size, 1)),
-            *(g.group_in, g.group_out, two(g.kernel, 1)[1], depth),
-            *(*two(g.stride, 1), *two(g.dilation, 1), *two(tuple(-p for p in g.padding), 0)),
-            *(*four(x), *four(dy), g.groups),
+            *(rows, split.size, *three(g.out_size, 1), *three(g.in_size, 1)),
+            *(g.group_in, g.group_out, *three(g.kernel, 1)[1:], depth),
+            *(*three(g.stride, 1), *three(g.dilation, 1)),
+            *(*three(tuple(-p for p in g.padding), 0), *five(x), *five(dy), g.groups),
         ),
         {
+            "DEEP": g.num_dims == 3,
             "EVEN": g.group_in % block_n == 0,
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
@@ -344,7 +365,7 @@ def weight_gradient(
     dy: torch.Tensor,
     cap_bytes: int,
     *,
-    is_wide: bool = True,
+    tile: str = WIDE,
     merged: int = 1,
 ) -> torch.Tensor:
     """Compute ``dw`` as ``[O, C/groups, *kernel]``: sum each split of the positions, then add up.
@@ -354,7 +375,7 @@ def weight_gradient(
     """
     key = (x.dtype, x.device, x.stride(), dy.stride())
     limit = min(cap_bytes, MAX_PARTIAL_BYTES)
-    return _prepare_weight_gradient(g, *key, is_wide, merged, limit)(x, dy)
+    return _prepare_weight_gradient(g, *key, tile, merged, limit)(x, dy)
 
 
 @dataclass(frozen=True)
@@ -432,7 +453,7 @@ def num_merged(g: Geometry, dtype: torch.dtype) -> int:
 
 def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True if there are groups to merge."""
-    return can(g, dtype) and num_merged(g, dtype) > 1
+    return g.num_dims <= 2 and can(g, dtype) and num_merged(g, dtype) > 1
 
 
 @functools.lru_cache(maxsize=4096)

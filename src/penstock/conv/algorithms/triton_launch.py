@@ -135,10 +135,15 @@ def is_available() -> bool:
     return not _failure and kernels() is not None
 
 
+def switch_off(reason: str) -> None:
+    """Stop using Triton kernels in this process."""
+    global _failure
+    _failure = reason
+
+
 def disable(error: Exception) -> None:
     """Stop using Triton kernels in this process, because one failed on this GPU."""
-    global _failure
-    _failure = f"{type(error).__name__}: {error}"
+    switch_off(f"{type(error).__name__}: {error}")
     warnings.warn(
         f"Triton kernels do not run on this machine and are disabled ({_failure[:200]}). "
         "Convolutions continue with matrix products only.",
@@ -170,3 +175,14 @@ def four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
     """Return the strides of a tensor with one or two spatial axes as those of two."""
     n, c, *rest = strides
     return (n, c, 0, rest[0]) if len(rest) == 1 else (n, c, rest[0], rest[1])
+
+
+def three(values: tuple[int, ...], missing: int) -> tuple[int, int, int]:
+    """Return depth, height and width. ``missing`` takes the place of axes that are not there."""
+    depth, height, width = ((missing,) * 3 + values)[-3:]
+    return depth, height, width
+
+
+def five(strides: tuple[int, ...]) -> tuple[int, int, int, int, int]:
+    """Return the strides of a tensor with one to three spatial axes as those of three."""
+    return (*strides[:2], *three(strides[2:], 0))  # type: ignore[return-value]

@@ -109,10 +109,11 @@ def _matrix(
     return torch.kron(one, one).to(device=device, dtype=dtype)
 
 
-def transform_weights(scheme: Scheme, w: torch.Tensor) -> torch.Tensor:
-    """Return ``U`` as ``[t*t, O, C]``, in the type of ``w``."""
+def transform_weights(scheme: Scheme, w: torch.Tensor, *, is_turned: bool = False) -> torch.Tensor:
+    """Return ``U`` as ``[t*t, O, C]``, in the type of ``w``. ``is_turned`` reverses the taps."""
     sums = sum_dtype(w)
-    matrix = _matrix(scheme.g, sums, w.device)
+    rows = tuple(row[::-1] for row in scheme.g) if is_turned else scheme.g
+    matrix = _matrix(rows, sums, w.device)
     flat = w.reshape(-1, 9).t().to(sums)
     u = torch.mm(matrix, flat).to(w.dtype)
     return u.view(scheme.t**2, w.shape[0], w.shape[1])
@@ -120,11 +121,16 @@ def transform_weights(scheme: Scheme, w: torch.Tensor) -> torch.Tensor:
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
+    return _forward(g, x, transform_weights(scheme_for(x.dtype), w), cap_bytes)
+
+
+def _forward(g: Geometry, x: torch.Tensor, u: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     scheme = scheme_for(x.dtype)
-    u = transform_weights(scheme, w)
     high, wide = (-(-n // scheme.m) for n in g.out_size)
     cells = scheme.t**2 * high * wide * (2 * g.in_channels + g.out_channels)
     step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
+    if step == g.batch:
+        return _chunk(g, scheme, x, u, (high, wide)).to(x.dtype)
     y = empty(g, g.out_channels, g.out_size, x.dtype)(x)
     for start in range(0, g.batch, step):
         part = x[start : start + step]
@@ -184,7 +190,7 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
     sums = sum_dtype(x)
     cells = t**2 * high * wide * 2 * (g.in_channels + g.out_channels)
     step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
-    total = x.new_zeros((t * t, g.in_channels, g.out_channels), dtype=sums)
+    total: torch.Tensor | None = None
     spread = _matrix(tuple(zip(*scheme.a, strict=True)), sums, x.device)
     for start in range(0, g.batch, step):
         v = _transform_input(g, scheme, x[start : start + step], (high, wide))
@@ -200,7 +206,9 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
                 v.view(t * t, g.in_channels, -1),
                 spread_errors.view(t * t, g.out_channels, -1).transpose(1, 2),
             )
-        total += torch.bmm(*pair)
+        part = torch.bmm(*pair)
+        total = part.to(sums) if total is None else total.add_(part)
+    assert total is not None
     return gather_weights(scheme, total).to(x.dtype)
 
 
@@ -226,7 +234,8 @@ def _tiles_of(
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    return forward(turned(g), dy, w.flip((2, 3)).transpose(0, 1), cap_bytes)
+    u = transform_weights(scheme_for(dy.dtype), w, is_turned=True)
+    return _forward(turned(g), dy, u.transpose(1, 2), cap_bytes)
 
 
 def turned(g: Geometry) -> Geometry:

@@ -37,6 +37,9 @@ CASES = (
     conv_cases.Case(name="stride beyond kernel", stride=3, kernel=2, padding=0, size=(5, 6)),
     conv_cases.Case(name="1-d, strided", size=(7,), stride=2, channels=3, outputs=2),
     conv_cases.Case(name="dilated, strided", dilation=2, stride=2, size=(7, 5), channels=2),
+    conv_cases.Case(name="3-d", size=(3, 4, 3), channels=3, outputs=2, batch=1),
+    conv_cases.Case(name="3-d, strided", size=(4, 3, 5), stride=2, channels=4, groups=2, outputs=2),
+    conv_cases.Case(name="3-d, dilated", size=(4, 5, 4), stride=2, dilation=2, channels=2, batch=1),
     conv_cases.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
 )
 WORDS = ("implicit", "lanes", "fused", "folded product", "merged")

@@ -1,0 +1,91 @@
+"""Triton kernels compiled in children, and shapes measured between calls. Needs a CUDA machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.conv import bypass_convolutions, kernel_compiler, tuning
+from penstock.conv.algorithms import implicit_gemm, triton_launch
+from penstock.conv.algorithms.candidates import candidates
+from support import conv_cases
+
+pytest.importorskip("triton.knobs")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture
+def empty_caches(tmp_path: Path, monkeypatch: Any) -> Any:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "penstock"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+@pytest.mark.usefixtures("empty_caches")
+def test_a_kernel_compiled_in_a_child_is_loaded_here(tmp_path: Path) -> None:
+    triton_launch.kernels().gather_gemm.device_caches.clear()  # earlier tests may have compiled it
+    implicit_gemm._prepare_forward.cache_clear()
+    case = conv_cases.Case(name="", channels=48, outputs=80, size=(9, 11))
+    g, exact = case.geometry(is_channels_last=True), conv_cases.exact(case, torch.float32, "cuda")
+    ways = candidates(g, "forward", torch.float32, "cuda")
+    way = next(way for way in ways if way.name == "implicit product")
+    given = [t.contiguous(memory_format=torch.channels_last) for t in exact.arguments("forward")]
+    jobs = kernel_compiler.capture(lambda: way.run(g, *given, 1 << 20))
+    assert [name for _, name, _ in jobs] == ["gather_gemm"]
+    for job in jobs:
+        kernel_compiler.request(job)
+    deadline_s = time.monotonic() + 240
+    while not all(map(kernel_compiler.is_compiled, jobs)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    compiled = {path.name for path in (tmp_path / "triton").rglob("*.cubin")}
+    assert compiled == {"gather_gemm.cubin"}
+    result = way.run(g, *given, 1 << 20)
+    assert {path.name for path in (tmp_path / "triton").rglob("*.cubin")} == compiled
+    assert len([*(tmp_path / "triton").rglob("*.cubin")]) == 1
+    off = conv_cases.distance(result, exact.results["forward"], exact.scales["forward"])
+    assert off <= conv_cases.bound(way.name, torch.float32)
+    assert kernel_compiler.capture(lambda: way.run(g, *given, 1 << 20)) == []
+
+
+@pytest.mark.usefixtures("empty_caches")
+def test_a_shape_is_measured_between_its_first_calls() -> None:
+    x = torch.randn(4, 24, 20, 20, device="cuda", requires_grad=True)
+    layer = torch.nn.Conv2d(24, 40, 3, padding=1, bias=False).cuda()
+    with bypass_convolutions("on", devices=("cuda",)) as bypass:
+        layer(x).sum().backward()
+        assert tuning.num_unfinished() == 3
+        plans = [plan for plan in bypass._hook._plans.values() if plan.chosen]
+        assert plans == []  # no choice is final yet
+        deadline_s = time.monotonic() + 240
+        while tuning.num_unfinished():
+            assert time.monotonic() < deadline_s
+            layer(x).sum().backward()
+        spent_s, elapsed_s = tuning._spent_s, time.perf_counter() - tuning._started_s
+        layer(x).sum().backward()
+        assert {len(plan.chosen) for plan in bypass._hook._plans.values()} == {1, 2}
+    assert spent_s <= tuning.CREDIT_S + tuning.SHARE * elapsed_s + 1.0  # one measurement too many
+
+
+@pytest.mark.usefixtures("empty_caches")
+def test_deterministic_mode_measures_nothing() -> None:
+    x = torch.randn(4, 24, 20, 20, device="cuda")
+    layer = torch.nn.Conv2d(24, 40, 3, padding=1, bias=False).cuda()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)):
+            first = layer(x)
+            assert all(bool((layer(x) == first).all()) for _ in range(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tuning.num_unfinished() == 0
