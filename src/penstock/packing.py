@@ -1,8 +1,8 @@
 """``penstock.pack``: writes a packed set with the loader's workers.
 
 pack() --- inspect_source: a few samples ---> PackSpec
-       --- map(write shard, numbers) -> worker processes (or the caller's ``map``)
-       <-- a record per shard ---------
+       --- map(write piece, numbers) -> worker processes (or the caller's ``map``)
+       <-- a record per piece ---------
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import BadArgument, TooManyBad, warn_user
@@ -21,11 +22,14 @@ from penstock.options import check_count
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.pack_source import SHARD_BYTES, EncodedSamples, inspect_source
 from penstock.sources.packed import Packed
-from penstock.sources.packed_writer import Map, pack_into, refuse_finished
+from penstock.sources.packed_writer import Map, PackSpec, pack_into, refuse_finished
 from penstock.verify.hashing import digest
 
 _NUM_TWICE, _LONGEST_S = 4, 1.0
 """Number of samples loaded twice to detect randomness, and the time limit for it."""
+PIECE_S, LONG_PIECE_S = 2.0, 30.0
+"""Duration of a piece where there are few shards for each worker, and where there are many."""
+_MAX_PIECES = 4096
 
 
 def pack(
@@ -44,13 +48,15 @@ def pack(
     """Write a dataset to a folder that can be read at memory speed.
 
     If packing is interrupted at any time, even by ``kill -9``, the same call continues from the
-    last finished shard. The result is identical, byte for byte. Nothing is ever overwritten.
+    last finished piece, which is a few seconds of work. The result is identical, byte for byte.
+    Nothing is ever overwritten.
 
     Args:
         dataset: Any object with ``len()`` and ``dataset[i]``. Samples are numbers, arrays, tensors,
             text, bytes, images, or a tuple or dict of them.
         path: A folder that is empty, does not exist yet, or contains an unfinished run of the same
-            packing.
+            packing. Or an address in object storage, such as ``s3://bucket/set``: shards are
+            uploaded while the next ones are packed, the manifest last.
         fields: Names for the fields of a tuple, or a dict from names to :class:`penstock.Field`
             (or just a dtype).
         workers: Number of worker processes. "auto" means one per core. With 0, this process loads
@@ -85,8 +91,14 @@ def pack(
         >>> packed[1][1], np.load(folder + "/image-00000.npy").shape
         (5, (2, 3, 4))
     """
-    folder = os.fspath(path)
-    refuse_finished(folder)
+    target = os.fspath(path)
+    is_remote = "://" in target
+    if is_remote:
+        from penstock.sources.remote.set_copy import refuse_set, upload_while_packing
+
+        refuse_set(target)
+    else:
+        refuse_finished(target)
     random_check = _RandomSampleCheck()
     spec, fetch = inspect_source(
         dataset,
@@ -99,12 +111,22 @@ def pack(
     random_check.warn(fetch)
     if map is not None and not callable(map):
         raise BadArgument(f"map={map!r} must be callable", remedy="map=executor.map")
-    if map is None:
-        map = pool_map(_checked_workers(workers), spec.num_shards)
-    with _bar(spec.num_samples, progress) as tell:
-        manifest = pack_into(folder, spec, fetch, map=map, on_shard=tell)
-    _check_bad(folder, len(manifest.bad), spec.num_samples, max_bad)
-    return Packed(folder)
+    num_workers = _checked_workers(workers)
+    if not is_remote:  # shards are uploaded as they are finished
+        spec = replace(spec, piece_rows=choose_piece_rows(spec, num_workers))
+    map = map or pool_map(num_workers)
+    with bar("packing", spec.num_samples, progress) as tell:
+
+        def write(folder: str, map: Map, max_kept: int | None = None) -> None:
+            pack_into(folder, spec, fetch, map=map, on_progress=tell, max_kept=max_kept)
+
+        if is_remote:
+            upload_while_packing(target, spec, write, map)
+        else:
+            write(target, map)
+    packed = Packed(target)
+    _check_bad(target, len(packed.bad_samples), spec.num_samples, max_bad)
+    return packed
 
 
 class _RandomSampleCheck:
@@ -138,12 +160,30 @@ class _RandomSampleCheck:
                 return
 
 
-def pool_map(workers: int, num_items: int) -> Map:
+def choose_piece_rows(spec: PackSpec, workers: int) -> int:
+    """Return the number of samples that a worker packs at a time, or 0 for whole shards.
+
+    A set with few shards is split further, so that all workers have work, the progress bar moves,
+    and an interruption loses seconds. With many shards, joining pieces costs more than it gains.
+
+    Example:
+        >>> spec = PackSpec(num_samples=600, shard_rows=600, form="value", fields=(),
+        ...                 fingerprint="", attributes={}, sample_bytes=8, sample_s=0.1)
+        >>> choose_piece_rows(spec, workers=2), choose_piece_rows(replace(spec, sample_s=1e-3), 2)
+        (20, 0)
+    """
+    is_split = spec.num_shards < 4 * max(1, workers)
+    rows = int((PIECE_S if is_split else LONG_PIECE_S) / max(spec.sample_s, 1e-9))
+    rows = max(1, rows, -(-spec.num_samples // _MAX_PIECES))
+    return rows if rows < spec.shard_rows else 0
+
+
+def pool_map(workers: int) -> Map:
     """Return a ``map`` that uses the loader's workers. An item is retried if its worker dies."""
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         results = _Results(function, list(items))
-        num_workers = min(workers, len(results)) if num_items > 1 else 0
+        num_workers = min(workers, len(results)) if len(results) > 1 else 0
         depth: dict[str, Any] = {"prefetch_factor": 1} if num_workers else {}
         yield from DataLoader(
             results,
@@ -195,7 +235,7 @@ def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | Non
 
 
 @contextlib.contextmanager
-def _bar(num_samples: int, request: bool | None) -> Iterator[Callable[[int, int], None]]:
+def bar(name: str, num_samples: int, request: bool | None) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar with rate and remaining time. Yields the function that updates it."""
     if not (sys.stderr.isatty() if request is None else request):
         yield lambda done, total: None
@@ -204,17 +244,17 @@ def _bar(num_samples: int, request: bool | None) -> Iterator[Callable[[int, int]
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("packing"),
+        TextColumn(name),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f} samples, {task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("packing", total=num_samples, rate="")
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(name, total=num_samples, rate="")
 
         def tell(done: int, total: int) -> None:
             samples = num_samples * done / max(1, total)
-            speed = bar.tasks[0].speed
-            bar.update(task, completed=samples, rate=f"{speed:.0f}/s" if speed else "")
+            speed = shown.tasks[0].speed
+            shown.update(task, completed=samples, rate=f"{speed:.0f}/s" if speed else "")
 
         yield tell

@@ -15,10 +15,11 @@
     open_dataset   open_dataset(): other people's formats, recognised by the path
     blocks         base class of their readers: samples in blocks, and a cache of blocks
     source_files   files that each process opens for itself and that must not change
-    table_files    the same for files that another library opens
     table_reader   base class of readers of tables: Parquet, Arrow, Lance
     arrow_columns  columns of an Arrow record batch as fields of samples
     chunk_reader   base class of readers of chunks with a table of offsets: MDS, LitData
+    remote         packed sets in object storage, through a cache of blocks
 
-Nothing here starts a process or a loader. The caller of the writer passes a ``map`` function.
+Nothing here starts a loader, and only ``remote`` starts a process, the downloader. The caller of
+the writer passes a ``map`` function.
 """

@@ -25,6 +25,7 @@ import os
 import struct
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from penstock.errors import BadStore
 
 HEADER_BYTES = 4096
 _MAGIC = b"\x93NUMPY\x01\x00"
-_PROT_NONE, _PROT_READ = 0, 1
+_PROT_NONE, _PROT_READ, _PROT_WRITE = 0, 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
 _MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
@@ -74,24 +75,49 @@ def map_file(path: str) -> np.ndarray:
     return (_map_alone(path) if files is None else files[0]).content
 
 
-def map_array(path: str) -> MappedArray:
+def map_shared(path: str, num_bytes: int) -> np.ndarray:
+    """Map the first bytes of a file for reading and writing. All processes see the changes.
+
+    Raises:
+        OSError: The file cannot be opened or mapped.
+    """
+    with open(path, "r+b") as file:
+        if sys.platform != "linux":
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
+        libc, flags = _libc(), _PROT_READ | _PROT_WRITE  # Python's mmap keeps a descriptor open
+        address = libc.mmap(None, num_bytes, flags, _MAP_SHARED, file.fileno(), 0)
+        if address == _FAILED:
+            raise OSError(ctypes.get_errno(), f"{path} cannot be mapped")
+    owner = _Memory(None, {})
+    weakref.finalize(owner, libc.munmap, address, num_bytes).atexit = False
+    return array_at(address, (num_bytes,), owner)
+
+
+Opener = Callable[[str, int], int]
+"""The ``opener`` of Python's ``open``."""
+
+
+def map_array(path: str, opener: Opener | None = None) -> MappedArray:
     """Map one ``.npy`` file. See :func:`map_arrays`."""
-    return map_arrays([path])[0]
+    return map_arrays([path], opener)[0]
 
 
-def map_arrays(paths: list[str]) -> list[MappedArray]:
+def map_arrays(paths: list[str], opener: Opener | None = None) -> list[MappedArray]:
     """Map ``.npy`` files for reading. On Linux, their distances are multiples of the row size.
+
+    Args:
+        opener: Opens the files, except on Linux.
 
     Raises:
         BadStore: A file cannot be opened, is not a ``.npy`` file, contains objects, or is shorter
             than its header says.
     """
-    headers = [_read_header(path) for path in paths]
+    headers = [_read_header(path, opener) for path in paths]
     row_bytes = max((header.row_bytes for header in headers), default=0)
     sizes = [header.file_bytes for header in headers]
     files = _map_together(paths, sizes, row_bytes)
     if files is None:
-        files = [_map_alone(path) for path in paths]
+        files = [_map_alone(path, opener) for path in paths]
     return [
         MappedArray(
             file.content[header.offset :][: header.data_bytes]
@@ -120,10 +146,10 @@ class _Header(NamedTuple):
         return self.data_bytes // self.shape[0] if self.shape and self.shape[0] else 0
 
 
-def _read_header(path: str) -> _Header:
+def _read_header(path: str, opener: Opener | None) -> _Header:
     copy_again = "copy the file again from its source"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=opener) as file:
             version = np.lib.format.read_magic(file)
             read = {
                 (1, 0): np.lib.format.read_array_header_1_0,
@@ -176,16 +202,16 @@ class _MappedFile:
         self.madvise = advise
 
 
-def _map_alone(path: str) -> _MappedFile:
+def _map_alone(path: str, opener: Opener | None = None) -> _MappedFile:
     keywords: dict[str, Any] = {"access": mmap.ACCESS_READ}
     if sys.version_info >= (3, 13) and os.name == "posix":
         keywords["trackfd"] = False  # so that a thousand shards do not hold a thousand descriptors
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=opener) as file:
         mapping = mmap.mmap(file.fileno(), 0, **keywords)
     return _MappedFile(np.frombuffer(mapping, np.uint8), getattr(mapping, "madvise", None))
 
 
-class _AddressRange:
+class AddressRange:
     """A range of addresses, unmapped when the last array in it is gone."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -211,6 +237,11 @@ class _AddressRange:
 
         return _MappedFile(array_at(address, (num_bytes,), self, is_readonly=True), advise)
 
+    def clear(self, start: int, num_bytes: int) -> None:
+        """Unmap a file. Its addresses stay reserved."""
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self.libc.mmap(self.address + start, num_bytes, _PROT_NONE, flags, -1, 0)
+
 
 def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_MappedFile] | None:
     """Map files at distances that are multiples of the row size. None if that is not possible."""
@@ -219,7 +250,7 @@ def _map_together(paths: list[str], sizes: list[int], row_bytes: int) -> list[_M
     step = math.lcm(row_bytes, mmap.PAGESIZE)
     starts = np.cumsum([0, *(-(-size // step) * step for size in sizes)]).tolist()
     try:
-        addresses = _AddressRange(starts[-1])
+        addresses = AddressRange(starts[-1])
         return list(map(addresses.map_file, paths, starts, sizes))
     except (OSError, AttributeError):  # an address limit, or a C library without these functions
         return None

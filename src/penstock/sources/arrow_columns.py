@@ -43,6 +43,7 @@ _NUMBERS = {
     "double": np.float64,
 }
 Transform = Callable[[Any], Any]
+_ENCODED = ("binary", "large_binary", "string", "large_string", "null")
 _LISTS = ("ListType", "LargeListType", "FixedSizeListType")
 
 
@@ -69,10 +70,9 @@ def make_column(array: Any, feature: Any = None, *, decode: bool = True) -> Colu
         feature: The feature of Hugging Face datasets, as in its JSON. None: there is none.
         decode: Decode the images of Image features. If False, their values are bytes.
     """
-    if feature is not None and is_image(feature):
+    if is_image(feature):
         return _Images(array, decode=decode)
-    inner = _item_of(feature)
-    if inner is not None and is_image(inner) and _is_list(array.type):
+    if is_image(_item_of(feature)) and _is_list(array.type):
         return _ImageLists(array, decode=decode)
     shape = getattr(array.type, "shape", None)
     storage = getattr(array, "storage", None)
@@ -109,6 +109,16 @@ def is_image(feature: Any) -> bool:
     """
     is_dict = isinstance(feature, dict)
     return is_dict and feature.get("_type") == "Image" and feature.get("decode") is not False
+
+
+def holds_images(kind: Any, feature: Any) -> bool:
+    """Return False if a feature says that there are images, and the Arrow type cannot hold them."""
+    inner = _item_of(feature)
+    if inner is not None:
+        return not _is_list(kind) or holds_images(kind.value_type, inner)
+    is_struct = type(kind).__name__ == "StructType"
+    names = [kind[place].name for place in range(kind.num_fields)] if is_struct else [str(kind)]
+    return not is_image(feature) or bool({"bytes", "path", *_ENCODED} & set(names))
 
 
 def is_number_list(kind: Any) -> bool:
@@ -301,7 +311,9 @@ class _Images(Column):
         found = self._array[row].as_py()
         return None if found is None else self._read(found, transform)
 
-    def _read(self, image: dict[str, Any], transform: Transform | None) -> Any:
+    def _read(self, image: Any, transform: Transform | None) -> Any:
+        if not isinstance(image, dict):  # a column of files or of paths
+            image = {"path" if isinstance(image, str) else "bytes": image}
         content = _image_bytes(image)
         if self._decode:
             return open_image(content, transform, path=image.get("path"))

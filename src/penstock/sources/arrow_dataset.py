@@ -7,14 +7,14 @@ batches when it first needs one. The batches of a compressed stream stay decoded
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import BadStore
+from penstock.sources.blocks import ReadOptions
 from penstock.sources.parquet_dataset import import_pyarrow
-from penstock.sources.table_files import TableFiles, open_error
+from penstock.sources.source_files import SourceFiles, open_error, open_regular, read_json
 from penstock.sources.table_reader import (
     CACHE_BYTES,
     TableBlock,
@@ -39,7 +39,7 @@ class IpcFile:
     def __init__(self, path: str) -> None:
         ipc = import_pyarrow().ipc
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=open_regular) as file:
                 is_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
             source = import_pyarrow().memory_map(path)
             self._map = source.read_buffer()
@@ -93,11 +93,8 @@ class ArrowDataset(TableReader):
 
 def open_arrow(
     paths: Sequence[str],
+    options: ReadOptions,
     *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
     cache_bytes: int = CACHE_BYTES,
     features: Mapping[str, Any] | None = None,
 ) -> ArrowDataset:
@@ -111,8 +108,8 @@ def open_arrow(
         MissingExtra: pyarrow is not installed.
     """
     import_pyarrow()
-    files = TableFiles(paths, IpcFile)
-    schema = TableSchema(columns, features)
+    files = SourceFiles(paths, IpcFile)
+    schema = TableSchema(options, features)
     blocks: list[TableBlock] = []
     for number, path in enumerate(files.paths):
         opened = IpcFile(path)
@@ -120,9 +117,7 @@ def open_arrow(
         schema.add(path, opened.schema, has_rows=bool(mine))
         blocks += mine
         files.check(number)
-    return ArrowDataset(
-        files, blocks, schema.fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
-    )
+    return ArrowDataset(files, blocks, schema.fields, options, cache_bytes)
 
 
 def _find_blocks(file: int, opened: IpcFile, path: str) -> list[TableBlock]:
@@ -142,7 +137,7 @@ def _find_blocks(file: int, opened: IpcFile, path: str) -> list[TableBlock]:
 
 
 def open_hugging_face(
-    paths: Sequence[str], *, columns: Sequence[str] | None = None, **options: Any
+    paths: Sequence[str], options: ReadOptions, *, cache_bytes: int = CACHE_BYTES
 ) -> ArrowDataset:
     """Open a folder that ``Dataset.save_to_disk`` wrote. Called by :func:`penstock.open_dataset`.
 
@@ -151,8 +146,8 @@ def open_hugging_face(
             incomplete.
     """
     folder = paths[0]
-    if not os.path.exists(os.path.join(folder, "state.json")):
-        raise _several_splits(folder)
+    if os.path.exists(os.path.join(folder, "dataset_dict.json")):
+        folder = _choose_split(folder)
     state = _read_json(folder, "state.json")
     info = _read_json(folder, "dataset_info.json")
     if state.get("_indices_data_files"):
@@ -167,19 +162,25 @@ def open_hugging_face(
     except (KeyError, TypeError):
         raise _not_saved(folder, "state.json names no files") from None
     if not files:
-        raise _not_saved(folder, "state.json names no files")
-    if columns is None and not state.get("_output_all_columns"):
-        columns = state.get("_format_columns")  # a format that was set before saving
-    return open_arrow(files, columns=columns, features=info.get("features"), **options)
+        raise BadStore(
+            f"{folder} has no samples",
+            likely="an empty Dataset was saved, for example after a filter.",
+            remedy="leave it out",
+            path=folder,
+        )
+    if options.columns is None and not state.get("_output_all_columns"):  # a format was set
+        options = options._replace(columns=state.get("_format_columns"))
+    return open_arrow(files, options, cache_bytes=cache_bytes, features=info.get("features"))
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
+        found = read_json(path)
+    except (FileNotFoundError, ValueError) as error:
         raise _not_saved(folder, f"{name} cannot be read: {error}") from None
+    except OSError as error:
+        raise open_error(path, error) from None
     if not isinstance(found, dict):
         raise _not_saved(folder, f"{name} is not a JSON object")
     return found
@@ -194,10 +195,20 @@ def _not_saved(folder: str, why: str) -> BadStore:
     )
 
 
-def _several_splits(folder: str) -> BadStore:
-    splits = _read_json(folder, "dataset_dict.json").get("splits") or ["train"]
-    return BadStore(
+def _choose_split(folder: str) -> str:
+    """Return the folder of the only split.
+
+    Raises:
+        BadStore: There are several.
+    """
+    splits = _read_json(folder, "dataset_dict.json").get("splits")
+    if not isinstance(splits, list) or not splits:
+        raise _not_saved(folder, "dataset_dict.json names no splits")
+    split = os.path.join(folder, str(splits[0]))
+    if len(splits) == 1:
+        return split
+    raise BadStore(
         f"{folder} has several splits: {', '.join(map(str, splits))}",
-        remedy=f"penstock.open_dataset({os.path.join(folder, str(splits[0]))!r})",
+        remedy=f"penstock.open_dataset({split!r})",
         path=folder,
     )

@@ -18,6 +18,7 @@ import contextlib
 import json
 import operator
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -32,7 +33,7 @@ import numpy as np
 from penstock.errors import AlreadyThere, BadStore, CannotPack, CannotWrite
 from penstock.machine.host import has_proc, memory_bytes
 from penstock.sources.array_files import HEADER_BYTES, MappedArray
-from penstock.sources.cache_files import CacheFolder, CacheMemory
+from penstock.sources.cache_files import CacheFolder, CacheMemory, TemporaryFiles
 from penstock.sources.cache_randomness import CacheRandomness, make_cache_key
 from penstock.sources.columns import FixedColumn, ShardRows
 from penstock.sources.fields import (
@@ -271,7 +272,7 @@ def _probe(length: int, randomness: CacheRandomness) -> list[tuple[int, Any]]:
 
 
 def _make_memory(num_bytes: int) -> CacheFolder:
-    """Return memory that workers can open, or a temporary folder where the system has none."""
+    """Return memory that workers can open, or temporary files where the system has none."""
     _, free = memory_bytes()
     if free and num_bytes > free:
         raise CannotWrite(
@@ -281,6 +282,9 @@ def _make_memory(num_bytes: int) -> CacheFolder:
         )
     if hasattr(os, "memfd_create") and has_proc():  # workers open them by their names in /proc
         return CacheMemory()
+    if hasattr(os, "O_TEMPORARY"):  # Windows, which does not delete mapped files
+        name = f"penstock-{os.getpid()}-{secrets.token_hex(4)}"
+        return TemporaryFiles(os.path.join(tempfile.gettempdir(), name), is_owner=True)
     files = CacheFolder(tempfile.mkdtemp(prefix="penstock-"))
     weakref.finalize(files, shutil.rmtree, files.folder, ignore_errors=True)
     return files

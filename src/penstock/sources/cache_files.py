@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.memory.shared_file import create_by_name, open_by_name
 from penstock.sources.array_files import HEADER_BYTES, make_header, map_array
 from penstock.sources.file_locks import byte_lock
 
@@ -114,6 +115,33 @@ class CacheMemory(CacheFolder):
         if self._paths is not None:
             return os.open(self._paths[name], os.O_RDWR)
         return os.memfd_create(f"penstock-{name}")
+
+
+class TemporaryFiles(CacheFolder):
+    """Files that the system deletes when their creator exits or is killed. Windows only.
+
+    Args:
+        prefix: Start of all paths.
+        is_owner: True in the process that creates the files.
+    """
+
+    def __init__(self, prefix: str, *, is_owner: bool = False) -> None:
+        super().__init__(prefix)
+        self._is_owner = is_owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._descriptor(_LOCKS)
+        return TemporaryFiles, (self.folder,)
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}-{name}"
+
+    def _open(self, name: str) -> int:
+        path = self.path(name)
+        return create_by_name(path) if self._is_owner else open_by_name(path)
+
+    def map(self, name: str) -> np.ndarray:
+        return map_array(self.path(name), lambda path, _: open_by_name(path)).array
 
 
 def _close_all(descriptors: dict[str, int]) -> None:

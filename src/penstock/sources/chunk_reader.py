@@ -2,16 +2,14 @@
 
     uint32 count | uint32 offset of each sample, and the end | ... | sample | sample | ...
 
-All integers are little-endian. A chunk is a block. It is memory-mapped, and its table of offsets is
-kept. Values are copies, so they do not change with the file.
+All integers are little-endian. A chunk is a block. Its table of offsets is kept, and samples are
+read one by one.
 
 Tested by ``tests/unit/sources/test_mds_dataset.py``.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +18,9 @@ import numpy as np
 
 from penstock.errors import BadStore, Damaged, PenstockError
 from penstock.sources.blocks import BlockReader, refuse_unknown_fields
-from penstock.sources.table_files import TableFiles, describe
+from penstock.sources.source_files import SourceFiles, describe, open_error, read_json
 
+_INCOMPLETE = "the set was not completely written or copied."
 _COPY_AGAIN = 'copy the file again from its source, or DataLoader(..., on_error="skip")'
 
 
@@ -52,13 +51,13 @@ class ChunkReader(BlockReader):
         counts = [chunk.num_samples for chunk in self._chunks]
         super().__init__(np.cumsum([0, *counts]), transforms=transforms)
         refuse_unknown_fields(self._transforms, names)
-        self._files = TableFiles([chunk.path for chunk in self._chunks], map_file)
+        self._files = SourceFiles([chunk.path for chunk in self._chunks])
         for chunk, stamp in zip(self._chunks, self._files.stamps, strict=True):
             check_size(chunk, stamp.size)
 
     # -- for subclasses --------------------------------------------------------------------------
 
-    def _decode(self, item: memoryview, block: int) -> Any:
+    def _decode(self, item: memoryview) -> Any:
         """Return the sample in these bytes."""
         raise NotImplementedError
 
@@ -70,7 +69,7 @@ class ChunkReader(BlockReader):
         needed = 4 * (chunk.num_samples + 2)
         if needed > chunk.num_bytes:
             raise self._damaged(block, f"it is too short for {chunk.num_samples} samples")
-        header = np.frombuffer(self._files.handle(block)[:needed], "<u4")
+        header = np.frombuffer(self._files.read(block, 0, needed), "<u4")
         count, offsets = int(header[0]), header[1:].astype(np.int64)
         if count != chunk.num_samples:
             raise self._damaged(block, f"it has {count} samples; the index {chunk.num_samples}")
@@ -80,24 +79,15 @@ class ChunkReader(BlockReader):
         return offsets
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
-        self._files.check_soon(block)
-        content = self._block(block)
-        samples = self._take_mapped(content, block, rows)
-        self._files.check(block)  # nothing was read from a file that has changed
-        return samples
+        offsets = self._block(block)
+        sizes = offsets[np.add(rows, 1)] - offsets[rows]
+        parts = zip(offsets[rows].tolist(), sizes.tolist(), strict=True)
+        items = self._files.read_parts(block, parts)
+        return [self._decoded(item, block, row) for item, row in zip(items, rows, strict=True)]
 
-    def _take_mapped(self, offsets: np.ndarray, block: int, rows: list[int]) -> list[Any]:
-        data: memoryview = self._files.handle(block)
-        starts = offsets[rows].tolist()
-        ends = offsets[np.add(rows, 1)].tolist()
-        return [
-            self._decoded(data[start:end], block, row)
-            for start, end, row in zip(starts, ends, rows, strict=True)
-        ]
-
-    def _decoded(self, item: memoryview, block: int, row: int) -> Any:
+    def _decoded(self, item: bytes, block: int, row: int) -> Any:
         try:
-            return self._decode(item, block)
+            return self._decode(memoryview(item))
         except PenstockError:
             raise
         except Exception as error:  # damaged bytes raise many types
@@ -118,12 +108,6 @@ class ChunkReader(BlockReader):
             remedy=_COPY_AGAIN,
             path=path,
         )
-
-
-def map_file(path: str) -> memoryview:
-    """Return the content of a file, memory-mapped."""
-    with open(path, "rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def check_size(chunk: Chunk, num_bytes: int) -> None:
@@ -149,14 +133,12 @@ def read_index(folder: str, key: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, "index.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
-        raise BadStore(
-            f"{path} cannot be read: {describe(error)}",
-            likely="the set was not completely written or copied.",
-            path=path,
-        ) from None
+        found = read_json(path)
+    except OSError as error:
+        raise open_error(path, error, likely=_INCOMPLETE) from None
+    except ValueError as error:
+        what = f"{path} cannot be read: {describe(error)}"
+        raise BadStore(what, likely=_INCOMPLETE, path=path) from None
     if not isinstance(found, dict) or not isinstance(found.get(key), list):
         raise BadStore(f"{path} has no list {key!r}", path=path)
     return found

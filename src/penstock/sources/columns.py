@@ -25,7 +25,8 @@ import math
 import mmap
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,22 +48,33 @@ class ShardRows:
     """The rows of one array file of a field, verified on first read."""
 
     def __init__(self, mapped: MappedArray, checker: BlockChecker | None = None) -> None:
-        self.array, self._offset, self._file = mapped
+        self.array, self.data_start, self._file = mapped
         self.checker = checker
         self.row_bytes = self.array.nbytes // len(self.array) if len(self.array) else 0
+        self.num_rows = len(self.array)
         flat = self.array.reshape(-1).view(np.uint8) if self.array.size else np.empty(0, np.uint8)
         self.rows = flat.reshape(len(self.array), self.row_bytes)
 
     def check(self, rows: np.ndarray) -> None:
         """Verify the checksums of the blocks of ``rows``, or raise Damaged."""
         if self.checker is not None and len(rows) and not self.checker.is_done:
-            self.checker.check_rows(self._offset + rows * self.row_bytes, self.row_bytes)
+            self.checker.check_rows(self.data_start + rows * self.row_bytes, self.row_bytes)
 
     def check_range(self, first: int, last: int) -> None:
         """Verify the blocks of consecutive rows up to ``last``, for one sample."""
         if self.checker is not None and not self.checker.is_done:
-            start = self._offset + first * self.row_bytes
+            start = self.data_start + first * self.row_bytes
             self.checker.check_range(start, start + (last - first) * self.row_bytes)
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Return consecutive rows without a copy."""
+        self.check_range(first, last)
+        return np.asarray(self.array[first:last])
+
+    def copy_rows(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+        """Copy rows to places in ``out``, one by one."""
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            out[place] = self.rows[row]
 
     def advise_random(self) -> None:
         """Disable the kernel's read-ahead."""
@@ -75,7 +87,7 @@ class ShardRows:
             return
         page, size = mmap.PAGESIZE, self.row_bytes
         for row in np.sort(rows).tolist():
-            start = self._offset + row * size
+            start = self.data_start + row * size
             first = start - start % page
             self._file.madvise(mmap.MADV_WILLNEED, first, start + size - first)
 
@@ -90,12 +102,12 @@ class RowTable:
     Args:
         address: Address of the first row.
         shape: Number of rows, and bytes per row.
-        arrays: Arrays to keep alive.
+        owner: Kept alive with the rows.
     """
 
-    def __init__(self, address: int, shape: tuple[int, int], arrays: list[np.ndarray]) -> None:
+    def __init__(self, address: int, shape: tuple[int, int], owner: Any) -> None:
         # Not read-only, because torch warns about read-only memory. It is never written.
-        self.rows = array_at(address, shape, arrays)
+        self.rows = array_at(address, shape, owner)
         self._is_wide = shape[1] % 8 == 0 and address % 8 == 0
         self._tensor: Any = None
         self._times_s = [0.0, 0.0]
@@ -135,34 +147,75 @@ class RowTable:
         torch.index_select(self._tensor, 0, torch.from_numpy(chosen), out=target)
 
 
+class StoredRows(Protocol):
+    """Rows of one file that is not mapped whole, such as one in object storage."""
+
+    num_rows: int
+    row_bytes: int
+    data_start: int
+
+    def prefetch(self, rows: np.ndarray) -> None: ...
+
+    def check(self, rows: np.ndarray) -> None: ...
+
+    def advise_random(self) -> None: ...
+
+    def read(self, first: int, last: int) -> np.ndarray: ...
+
+    def copy_rows(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None: ...
+
+
+AnyRows = ShardRows | StoredRows
+
+
 class FixedColumn:
     """Rows of equal size in one or more shards."""
 
     draws_nothing = True
 
-    def __init__(self, shards: list[ShardRows]) -> None:
-        self.shards = shards
-        self.first_rows = np.cumsum([0, *(len(shard.array) for shard in shards)])
+    def __init__(self, shards: Sequence[AnyRows]) -> None:
+        self.shards = list(shards)
+        self.first_rows = np.cumsum([0, *(shard.num_rows for shard in shards)])
         self.length = int(self.first_rows[-1])
         self.row_bytes = max((shard.row_bytes for shard in shards), default=0)
-        self._is_prefetched = self._is_checked = False
+        mapped = [shard for shard in self.shards if isinstance(shard, ShardRows)]
+        self._is_prefetched, self._is_checked = len(mapped) < len(self.shards), False
         self._table: RowTable | None = None
-        if self.length and self.row_bytes:
-            self._lay_grid()
+        self._gather: Any = None
+        if self.length and self.row_bytes and not self._is_prefetched:
+            self._lay_grid(mapped)
+        elif self.length and not mapped:
+            stored: Any = self.shards[0]
+            self._gather = stored.make_gather(self.shards, self.first_rows)
 
-    def _lay_grid(self) -> None:
-        full = [shard.rows for shard in self.shards if len(shard.array)]
+    def _lay_grid(self, shards: list[ShardRows]) -> None:
+        full = [shard.rows for shard in shards if len(shard.array)]
         low = min(rows.ctypes.data for rows in full)
         high = max(rows.ctypes.data + rows.nbytes for rows in full)
         chunk = math.gcd(self.row_bytes, *(rows.ctypes.data - low for rows in full))
         self._num_chunks = self.row_bytes // chunk
         if chunk < _MIN_CHUNK and self._num_chunks > _MAX_CHUNKS:
             return
-        origins = [(shard.rows.ctypes.data - low) // chunk for shard in self.shards]
+        origins = [(shard.rows.ctypes.data - low) // chunk for shard in shards]
         self._shifts = np.array(origins, np.int64) - self.first_rows[:-1] * self._num_chunks
         self._chunk = chunk
-        arrays = [shard.array for shard in self.shards]
+        arrays = [shard.array for shard in shards]
         self._table = RowTable(low, ((high - low) // chunk, chunk), arrays)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a row."""
+        return float(self.row_bytes)
+
+    def block_starts(self, block_bytes: int) -> np.ndarray:
+        """Return the first row that begins in each block of the files."""
+        found = [np.zeros(1, np.int64)]
+        for shard, first in zip(self.shards, self.first_rows.tolist(), strict=False):
+            end = shard.data_start + shard.num_rows * shard.row_bytes
+            edges = np.arange(0, end, block_bytes) - shard.data_start
+            rows = -(-np.maximum(edges, 0) // max(1, shard.row_bytes))
+            found.append(first + np.minimum(rows, shard.num_rows))
+        return np.unique(np.concatenate([*found, [self.length]]))
 
     def take(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Copy rows (all in range) into ``out``, an array of bytes with one row each.
@@ -172,22 +225,28 @@ class FixedColumn:
         """
         if not self.row_bytes:
             return
+        if self._gather is not None:
+            self._gather.take(rows, out)
+            return
         if len(self.shards) == 1 and self._table is not None:
-            self._prepare(self.shards[0], rows)
+            self._prepare([(self.shards[0], rows)])
             self._table.gather(rows, out)
             return
         numbers = self.first_rows.searchsorted(rows, side="right") - 1
         if self._is_prefetched or not self._is_checked:
-            for number in np.unique(numbers).tolist():
-                inner = rows[numbers == number] - self.first_rows[number]
-                self._prepare(self.shards[number], inner)
-            checkers = [shard.checker for shard in self.shards]
+            self._prepare(
+                [
+                    (self.shards[number], rows[numbers == number] - self.first_rows[number])
+                    for number in np.unique(numbers).tolist()
+                ]
+            )
+            checkers = [getattr(shard, "checker", None) for shard in self.shards]
             self._is_checked = all(one is None or one.is_done for one in checkers)
         if self._table is None:
-            inner = rows - self.first_rows[numbers]
-            pairs = zip(numbers.tolist(), inner.tolist(), strict=True)
-            for place, (number, row) in enumerate(pairs):
-                out[place] = self.shards[number].rows[row]
+            for number in np.unique(numbers).tolist():
+                places = np.flatnonzero(numbers == number)
+                inner = rows[places] - self.first_rows[number]
+                self.shards[number].copy_rows(inner, places, out)
         elif self._num_chunks == 1:
             self._table.gather(rows + self._shifts[numbers], out)
         else:
@@ -197,14 +256,17 @@ class FixedColumn:
 
     def read_ahead(self) -> None:
         """Prefetch all rows of a batch together, and disable the kernel's read-ahead."""
-        self._is_prefetched = hasattr(mmap, "MADV_RANDOM")
+        self._is_prefetched = self._is_prefetched or hasattr(mmap, "MADV_RANDOM")
         for shard in self.shards if self._is_prefetched else ():
             shard.advise_random()
 
-    def _prepare(self, shard: ShardRows, rows: np.ndarray) -> None:
+    def _prepare(self, parts: list[tuple[AnyRows, np.ndarray]]) -> None:
+        """Request the rows of all shards, then verify them."""
         if self._is_prefetched:
-            shard.prefetch(rows)
-        shard.check(rows)
+            for shard, rows in parts:
+                shard.prefetch(rows)
+        for shard, rows in parts:
+            shard.check(rows)
 
     def row(self, index: int) -> np.ndarray:
         """Return a copy of one row."""
@@ -213,9 +275,8 @@ class FixedColumn:
     def view(self, index: int) -> np.ndarray:
         """Return one row without a copy."""
         number = int(np.searchsorted(self.first_rows, index, side="right")) - 1
-        shard, row = self.shards[number], index - int(self.first_rows[number])
-        shard.check_range(row, row + 1)
-        return np.asarray(shard.array[row])
+        row = index - int(self.first_rows[number])
+        return np.asarray(self.shards[number].read(row, row + 1)[0])
 
 
 class RaggedColumn:
@@ -223,11 +284,29 @@ class RaggedColumn:
 
     draws_nothing = True
 
-    def __init__(self, shards: list[tuple[ShardRows, ShardRows, ShardRows | None]]) -> None:
-        self.shards = shards
-        lengths = (len(offsets.array) - 1 for _, offsets, _ in shards)
-        self._first_rows: list[int] = np.cumsum([0, *lengths]).tolist()
-        self.length = self._first_rows[-1]
+    def __init__(self, shards: Sequence[tuple[AnyRows, AnyRows, AnyRows | None]]) -> None:
+        self.shards = list(shards)
+        lengths = (offsets.num_rows - 1 for _, offsets, _ in shards)
+        self.first_rows: list[int] = np.cumsum([0, *lengths]).tolist()
+        self.length = self.first_rows[-1]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Mean number of bytes of a sample's items."""
+        num_bytes = sum(data.num_rows * data.row_bytes for data, _, _ in self.shards)
+        return float(num_bytes / max(1, self.length))
+
+    def block_starts(self, block_bytes: int) -> np.ndarray:
+        """Return the first sample that begins in each block of the files. Reads all offsets."""
+        found = [np.zeros(1, np.int64)]
+        for _, offsets, _ in self.shards:
+            if not isinstance(offsets, ShardRows):
+                offsets.prefetch(np.arange(0, offsets.num_rows, 1 << 12))
+        for (data, offsets, _), first in zip(self.shards, self.first_rows, strict=False):
+            starts = data.data_start + offsets.read(0, offsets.num_rows)[:-1] * data.row_bytes
+            edges = np.arange(0, data.data_start + data.num_rows * data.row_bytes, block_bytes)
+            found.append(first + starts.searchsorted(edges))
+        return np.unique(np.concatenate([*found, [self.length]]))
 
     def row(self, index: int) -> np.ndarray:
         """Return a copy of one sample's items, in its shape."""
@@ -235,22 +314,19 @@ class RaggedColumn:
 
     def view(self, index: int) -> np.ndarray:
         """Return one sample's items without a copy."""
-        number = bisect.bisect_right(self._first_rows, index) - 1
+        number = bisect.bisect_right(self.first_rows, index) - 1
         data, offsets, shapes = self.shards[number]
-        row = index - self._first_rows[number]
-        offsets.check_range(row, row + 2)
-        start, end = offsets.array[row : row + 2].tolist()
-        if not 0 <= start <= end <= len(data.array):
+        row = index - self.first_rows[number]
+        start, end = offsets.read(row, row + 2).tolist()
+        if not 0 <= start <= end <= data.num_rows:
             raise Damaged(
-                f"sample {index} spans items {start} to {end} of {len(data.array)}",
+                f"sample {index} spans items {start} to {end} of {data.num_rows}",
                 likely="the offsets were written by another program.",
             )
-        data.check_range(start, end)
-        items = data.array[start:end]
+        items = data.read(start, end)
         if shapes is None:
             return items
-        shapes.check_range(row, row + 1)
-        shape = shapes.array[row].tolist()
+        shape = shapes.read(row, row + 1)[0].tolist()
         if min(shape, default=0) < 0 or math.prod(shape) != len(items):
             raise Damaged(f"sample {index} has {len(items)} items, but shape {shape}")
         shaped: np.ndarray = items.reshape(shape)

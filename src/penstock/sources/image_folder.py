@@ -6,7 +6,7 @@ Tested by ``tests/compat/test_images.py``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from penstock.images.jpeg_codecs import (
     set_decoder,
 )
 from penstock.images.pixels import check_memory_format
+from penstock.sources.blocks import ReadOptions, check_transforms
 from penstock.sources.fields import EncodedImage
 from penstock.sources.packed_writer import make_fingerprint
+from penstock.sources.source_files import open_error, open_regular
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -184,27 +186,26 @@ class ImageFolder:
 
 def open_image_folder(
     paths: Sequence[str],
+    options: ReadOptions,
     *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
-    **options: Any,
+    decoder: str | None = None,
+    memory_format: torch.memory_format | None = None,
 ) -> ImageFolder:
     """Return an image folder for :func:`penstock.open_dataset`."""
-    chosen = dict(transforms or {})
+    chosen = check_transforms(options.transforms)
     image, label = chosen.pop("image", None), chosen.pop("label", None)
-    if columns is not None or not decode or chosen or len(paths) != 1:
+    if options.columns is not None or not options.decode or chosen or len(paths) != 1:
         raise BadArgument(
             "an image folder is opened whole: one folder, decoded, with transforms of 'image' and "
             "'label' only",
             remedy="penstock.ImageFolder(root, transform)",
         )
-    return ImageFolder(paths[0], image, label, **options)
+    return ImageFolder(paths[0], image, label, decoder=decoder, memory_format=memory_format)
 
 
 def _read_file(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:  # read at once, so a buffer only costs time
+    # It is read at once, so a buffer would only cost time.
+    with open(path, "rb", buffering=0, opener=open_regular) as file:
         return file.read()
 
 
@@ -213,7 +214,7 @@ def find_classes(root: str) -> tuple[list[str], dict[str, int]]:
     try:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
-        raise BadStore(f"{root} cannot be read: {error.strerror}", path=root) from None
+        raise open_error(root, error) from None
     if not classes:
         raise BadStore(
             f"{root} has no class subfolders",
@@ -225,9 +226,14 @@ def find_classes(root: str) -> tuple[list[str], dict[str, int]]:
 
 def find_samples(root: str, class_to_idx: dict[str, int]) -> list[tuple[str, int]]:
     """Return every image file with its class, in torchvision's order."""
+
+    def refuse(error: OSError) -> None:
+        raise open_error(str(error.filename), error) from None
+
     found = []
     for name in sorted(class_to_idx):
-        for folder, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):
+        walk = os.walk(os.path.join(root, name), onerror=refuse, followlinks=True)
+        for folder, _, files in sorted(walk):
             found += [
                 (os.path.join(folder, file), class_to_idx[name])
                 for file in sorted(files)

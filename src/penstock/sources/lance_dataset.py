@@ -9,15 +9,16 @@ again. Each process opens the dataset for itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import BadStore, Damaged, MissingExtra
-from penstock.sources.blocks import BlockTouches, resolve_index
+from penstock.options import check_count
+from penstock.sources.blocks import BlockTouches, ReadOptions, resolve_index
 from penstock.sources.parquet_dataset import join_chunks
-from penstock.sources.table_files import TableFiles, describe, open_error
+from penstock.sources.source_files import SourceFiles, describe, open_error
 from penstock.sources.table_reader import (
     BlockColumns,
     TableBlock,
@@ -45,12 +46,10 @@ class LanceDataset(TableReader):
         version: int,
         blocks: Sequence[TableBlock],
         fields: Mapping[str, TableField],
-        *,
-        decode: bool,
-        transforms: Mapping[str, Callable[[Any], Any]] | None,
+        options: ReadOptions,
     ) -> None:
-        files = TableFiles(_find_manifest(path, version), os.path.getsize)
-        super().__init__(files, blocks, fields, decode=decode, transforms=transforms)
+        files = SourceFiles(_find_manifest(path, version), os.path.getsize)
+        super().__init__(files, blocks, fields, options)
         self._path = path
         self._version = version
         self._opened: tuple[int, Any] | None = None
@@ -125,11 +124,8 @@ class LanceDataset(TableReader):
 
 def open_lance(
     paths: Sequence[str],
+    options: ReadOptions,
     *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
     version: int | None = None,
 ) -> LanceDataset:
     """Open a Lance dataset. Called by :func:`penstock.open_dataset`.
@@ -142,21 +138,24 @@ def open_lance(
         MissingExtra: pylance is not installed.
     """
     path = paths[0]
+    if version is not None:
+        version = check_count("version", version, 1)
+        if not _find_manifest(path, version):
+            raise _unknown_version(path, version)
     dataset = open_lance_dataset(path, version)
     try:
         schema, found = dataset.schema, int(dataset.version)
         fragments = [(one, one.count_rows()) for one in dataset.get_fragments()]
     except Exception as error:
         raise open_error(path, error) from None
-    found_schema = TableSchema(columns)
+    found_schema = TableSchema(options)
     found_schema.add(path, schema, has_rows=any(count for _, count in fragments))
     blocks = [
         block
         for number, (fragment, count) in enumerate(fragments)
         for block in _split_fragment(number, count, _count_bytes(path, fragment))
     ]
-    fields = found_schema.fields
-    return LanceDataset(path, found, blocks, fields, decode=decode, transforms=transforms)
+    return LanceDataset(path, found, blocks, found_schema.fields, options)
 
 
 def _count_bytes(path: str, fragment: Any) -> int:
@@ -181,6 +180,17 @@ def _find_manifest(path: str, version: int) -> list[str]:
     names = (f"{version}.manifest", f"{2**64 - 1 - version:020}.manifest")
     paths = [os.path.join(path, "_versions", name) for name in names]
     return [one for one in paths if os.path.exists(one)]
+
+
+def _unknown_version(path: str, version: int) -> BadStore:
+    known = sorted(one["version"] for one in open_lance_dataset(path).versions())
+    shown = ", ".join(map(str, known[-5:]))
+    return BadStore(
+        f"{path} has no version {version}. Its latest versions are {shown}",
+        likely="it was removed by cleanup, or was never written.",
+        remedy=f"open_dataset({path!r}, version={known[-1]})",
+        path=path,
+    )
 
 
 def open_lance_dataset(path: str, version: int | None = None) -> Any:

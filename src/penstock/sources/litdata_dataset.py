@@ -23,7 +23,9 @@ import numpy as np
 
 from penstock.errors import BadArgument, BadStore
 from penstock.images.crops import open_image
+from penstock.options import check_count
 from penstock.sources.arrow_columns import as_tensor
+from penstock.sources.blocks import ReadOptions
 from penstock.sources.chunk_reader import Chunk, ChunkReader, read_index, refuse_pickle
 from penstock.sources.litdata_leaves import is_encoded_image, make_decoder, token_dtype
 from penstock.sources.parquet_dataset import import_pyarrow
@@ -47,16 +49,14 @@ class LitDataDataset(ChunkReader):
         formats: Sequence[str],
         tree: Any,
         fields: Sequence[str] | None,
-        *,
-        decode: bool,
-        transforms: Mapping[str, Callable[[Any], Any]] | None,
+        options: ReadOptions,
     ) -> None:
-        super().__init__(chunks, fields or (), transforms=transforms)
+        super().__init__(chunks, fields or (), transforms=options.transforms)
         self.fields = None if fields is None else tuple(fields)
         """The names of the fields, if samples are dicts."""
         self._formats = list(formats)
         self._tree = tree
-        self._decode_images = decode
+        self._decode_images = options.decode
         self._sizes = struct.Struct(f"<{len(self._formats)}I")
         self._build: Builder | None = None
 
@@ -69,7 +69,7 @@ class LitDataDataset(ChunkReader):
 
     def _read_block(self, block: int) -> Any:
         chunk = self._chunks[block]
-        end = bytes(self._files.handle(block)[-12:])
+        end = self._files.read(block, max(0, chunk.num_bytes - 12), min(12, chunk.num_bytes))
         if end[4:] != _FOOTER:
             return super()._read_block(block)
         num_bytes = int.from_bytes(end[:4], "little")
@@ -78,16 +78,19 @@ class LitDataDataset(ChunkReader):
             raise self._damaged(block, "its Arrow table is longer than the file")
         return _ArrowRows(self, block, start, num_bytes)
 
-    def _take_mapped(self, content: Any, block: int, rows: list[int]) -> list[Any]:
+    def _take(self, block: int, rows: list[int]) -> list[Any]:
+        content = self._block(block)
         if not isinstance(content, _ArrowRows):
-            return super()._take_mapped(content, block, rows)
+            return super()._take(block, rows)
+        self._files.check(block)  # reading from the map of a truncated file ends the process
         samples = [content.row(row, self.fields) for row in rows]
+        self._files.check(block)
         for name, transform in self._transforms.items():
             for sample in samples:
                 sample[name] = transform(sample[name])
         return samples
 
-    def _decode(self, item: memoryview, block: int) -> Any:
+    def _decode(self, item: memoryview) -> Any:
         if self._build is None:
             self._build = self._make_builder()
         sizes = self._sizes.unpack_from(item)
@@ -171,18 +174,15 @@ class LitDataTokens(ChunkReader):
         width = self._block_size * token_dtype(self._form).itemsize
         return self._heads[block] + width * np.arange(self._chunks[block].num_samples + 1)
 
-    def _decode(self, item: memoryview, block: int) -> Any:
+    def _decode(self, item: memoryview) -> Any:
         values = np.frombuffer(item, token_dtype(self._form)).copy()
         return as_tensor(values) if self._form.startswith("no_header_tensor") else values
 
 
 def open_litdata(
     paths: Sequence[str],
+    options: ReadOptions,
     *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
     block_size: int | None = None,
 ) -> LitDataDataset | LitDataTokens:
     """Open a folder that ``litdata.optimize`` wrote. Called by :func:`penstock.open_dataset`.
@@ -206,15 +206,15 @@ def open_litdata(
     if block_size is not None:
         raise BadArgument(f"block_size= is for sets of tokens, and {folder} has samples")
     tree = _read_tree(config.get("data_spec"), folder)
-    fields = _choose_fields(tree, columns, folder)
+    fields = _choose_fields(tree, options, folder)
     for number, name in enumerate(_leaf_names(tree)):
         if fields is not None and name not in fields:
             continue
-        if formats[number].partition(":")[0] == "pickle" and not allow_pickle:
+        if formats[number].partition(":")[0] == "pickle" and not options.allow_pickle:
             raise refuse_pickle(name, folder)
-        make_decoder(formats[number], decode, where=f"field {name!r} of {folder}")
+        make_decoder(formats[number], options.decode, where=f"field {name!r} of {folder}")
     found = [_read_chunk(folder, chunk) for chunk in chunks]
-    return LitDataDataset(found, formats, tree, fields, decode=decode, transforms=transforms)
+    return LitDataDataset(found, formats, tree, fields, options)
 
 
 def _check_config(config: Mapping[str, Any], folder: str) -> None:
@@ -250,11 +250,12 @@ def _read_chunk(folder: str, chunk: Any) -> Chunk:
 def _open_tokens(
     folder: str, chunks: list[Any], formats: list[str], block_size: int | None
 ) -> LitDataTokens:
-    if not block_size or block_size < 1:
+    if block_size is None:
         raise BadArgument(
             f"{folder} has tokens, so the length of a sample must be given",
             remedy="open_dataset(path, block_size=2048)",
         )
+    block_size = check_count("block_size", block_size, 1)
     dtype = token_dtype(formats[0])
     found, heads = [], []
     for entry in chunks:
@@ -311,13 +312,11 @@ def _leaf_names(tree: Any) -> list[str]:
     return [str(name) for name, child in pairs for _ in range(_count_leaves(child))]
 
 
-def _choose_fields(tree: Any, columns: Any, folder: str) -> list[str] | None:
+def _choose_fields(tree: Any, options: ReadOptions, folder: str) -> list[str] | None:
     """Return the fields to load if samples are dicts, otherwise None."""
     is_dict = tree is not None and tree[1] is not None and tree[0] == "builtins.dict"
     if not is_dict:
-        if columns is not None:
+        if options.columns is not None:
             raise BadArgument(f"the samples of {folder} are not dicts, so they have no columns")
         return None
-    from penstock.sources.table_reader import choose_columns
-
-    return choose_columns(tree[1], columns, folder)
+    return options.choose(tree[1], folder)

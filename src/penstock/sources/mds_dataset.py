@@ -18,9 +18,9 @@ import numpy as np
 
 from penstock.errors import BadStore
 from penstock.images.crops import open_image
+from penstock.sources.blocks import ReadOptions
 from penstock.sources.chunk_reader import Chunk, ChunkReader, read_index, refuse_pickle
 from penstock.sources.raw_images import decode_raw_image
-from penstock.sources.table_reader import choose_columns
 
 Decoder = Callable[[memoryview], Any]
 # fmt: off
@@ -53,15 +53,13 @@ class MdsDataset(ChunkReader):
         chunks: Sequence[Chunk],
         columns: Mapping[str, tuple[str, int]],
         fields: Sequence[str],
-        *,
-        decode: bool,
-        transforms: Mapping[str, Callable[[Any], Any]] | None,
+        options: ReadOptions,
     ) -> None:
-        super().__init__(chunks, fields, transforms=transforms)
+        super().__init__(chunks, fields, transforms=options.transforms)
         self._columns = dict(columns)
         self.fields = tuple(fields)
         """The names of the fields of a sample."""
-        self._decode_images = decode
+        self._decode_images = options.decode
         self._prepare()
 
     def _prepare(self) -> None:
@@ -82,7 +80,7 @@ class MdsDataset(ChunkReader):
         self.__dict__.update(state)
         self._prepare()
 
-    def _decode(self, item: memoryview, block: int) -> dict[str, Any]:
+    def _decode(self, item: memoryview) -> dict[str, Any]:
         stored = iter(self._head.unpack_from(item))
         place, spans = self._head.size, []
         for size in self._sizes:
@@ -105,14 +103,7 @@ class MdsDataset(ChunkReader):
         return lambda data: transform(decoder(data))
 
 
-def open_mds(
-    paths: Sequence[str],
-    *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
-) -> MdsDataset:
+def open_mds(paths: Sequence[str], options: ReadOptions) -> MdsDataset:
     """Open a folder that ``streaming.MDSWriter`` wrote. Called by :func:`penstock.open_dataset`.
 
     Raises:
@@ -136,13 +127,13 @@ def open_mds(
         chunks.append(chunk)
     if known is None:
         raise BadStore(f"{folder} has no shards", path=folder)
-    fields = choose_columns(list(known), columns, folder)
+    fields = options.choose(list(known), folder)
     for name in fields:
         encoding = known[name][0]
-        if encoding == "pkl" and not allow_pickle:
+        if encoding == "pkl" and not options.allow_pickle:
             raise refuse_pickle(name, folder)
-        make_decoder(encoding, decode, where=f"field {name!r} of {folder}")
-    return MdsDataset(chunks, known, fields, decode=decode, transforms=transforms)
+        make_decoder(encoding, options.decode, where=f"field {name!r} of {folder}")
+    return MdsDataset(chunks, known, fields, options)
 
 
 def _read_shard(folder: str, shard: Any) -> tuple[Chunk, dict[str, tuple[str, int]]]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import glob
 import importlib
+import inspect
 import itertools
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import BadArgument, BadStore
+from penstock.options import refuse_unknown
+from penstock.sources.blocks import ReadOptions
+from penstock.sources.source_files import open_error, read_json
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -23,8 +26,8 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 class Format(NamedTuple):
     """A format: its reader, and how it is recognised.
 
-    The reader is called with a list of paths (files, or one folder) and the keywords of
-    :func:`open_dataset`.
+    The reader is called with a list of paths (files, or one folder), the options of all formats,
+    and its own options as keywords.
     """
 
     module: str
@@ -43,11 +46,13 @@ def _has_index(key: str) -> Callable[[str], bool]:
     """Recognise folders whose ``index.json`` is a dict with this key."""
 
     def is_folder(folder: str) -> bool:
+        path = os.path.join(folder, "index.json")
         try:
-            with open(os.path.join(folder, "index.json"), encoding="utf-8") as file:
-                found = json.load(file)
-        except (OSError, ValueError):
+            found = read_json(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return False
+        except OSError as error:
+            raise open_error(path, error) from None
         return isinstance(found, dict) and key in found
 
     return is_folder
@@ -77,7 +82,7 @@ FORMATS: dict[str, Format] = {
     "hf": Format("arrow_dataset", "open_hugging_face", is_folder=_is_hugging_face),
     "mds": Format("mds_dataset", "open_mds", is_folder=_has_index("shards")),
     "litdata": Format("litdata_dataset", "open_litdata", is_folder=_has_index("chunks")),
-    "lance": Format("lance_dataset", "open_lance", is_folder=_has_files("_versions", "data")),
+    "lance": Format("lance_dataset", "open_lance", is_folder=_has_files("_versions")),
     "parquet": Format("parquet_dataset", "open_parquet", (".parquet", ".pq")),
     "arrow": Format("arrow_dataset", "open_arrow", (".arrow", ".feather", ".arrows", ".ipc")),
     "tar": Format("tar_dataset", "open_tars", (".tar", *_COMPRESSED_TARS)),
@@ -133,25 +138,47 @@ def open_dataset(
     name = format or recognise_format(paths)
     module = importlib.import_module(f"penstock.sources.{FORMATS[name].module}")
     reader = getattr(module, FORMATS[name].reader)
-    return reader(
-        _list_files(paths, FORMATS[name].endings),
-        columns=columns,
-        decode=decode,
-        transforms=transforms,
-        allow_pickle=allow_pickle,
-        **options,
+    _refuse_unknown(options, name, reader)
+    if len(paths) > 1 and not FORMATS[name].endings and name != "packed":
+        raise BadArgument(
+            f"format={name!r} reads one folder at a time, and {len(paths)} paths were given",
+            remedy="torch.utils.data.ConcatDataset([penstock.open_dataset(one) for one in paths])",
+        )
+    files = _list_files(paths, FORMATS[name].endings)
+    return reader(files, ReadOptions(columns, decode, transforms, allow_pickle), **options)
+
+
+def _refuse_unknown(options: Mapping[str, Any], name: str, reader: Callable[..., Any]) -> None:
+    own = [one.name for one in inspect.signature(reader).parameters.values()][2:]
+    known = ("format", *ReadOptions._fields, *own)
+    refuse_unknown(
+        "open_dataset",
+        options,
+        dict.fromkeys(known),
+        f". The options for format={name!r} are {', '.join(known)}",
     )
 
 
 def recognise_format(paths: list[str]) -> str:
     """Return the name of the format of these files or this folder."""
     is_folder = len(paths) == 1 and os.path.isdir(paths[0])
+    found: dict[str, list[str]] = {}
     for name, one in FORMATS.items():
-        if is_folder and one.is_folder is not None and one.is_folder(paths[0]):
+        if is_folder and not found and one.is_folder is not None and one.is_folder(paths[0]):
             return name
         files = _list_files(paths, one.endings) if one.endings else []
         if files and all(file.lower().endswith(one.endings) for file in files):
-            return name
+            found[name] = files
+    if len(found) == 1:
+        return next(iter(found))
+    if found:
+        counts = ", ".join(f"{len(files)} of {name!r}" for name, files in found.items())
+        raise BadStore(
+            f"{paths[0]} has files of several formats: {counts}",
+            remedy=f"open_dataset({paths[0]!r}, format={next(iter(found))!r}), or one open_dataset "
+            "for each format",
+            path=paths[0],
+        )
     shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} other files"
     raise BadStore(
         f"the format of {shown} is not recognised",
@@ -169,7 +196,11 @@ def _list_files(paths: list[str], endings: tuple[str, ...]) -> list[str]:
     """
     if not endings or len(paths) != 1 or not os.path.isdir(paths[0]):
         return paths
-    listed = (name for name in os.listdir(paths[0]) if not name.startswith((".", "_")))
+    try:
+        inside = os.listdir(paths[0])
+    except OSError as error:
+        raise open_error(paths[0], error) from None
+    listed = (name for name in inside if not name.startswith((".", "_")))
     names = sorted(name for name in listed if name.lower().endswith(endings))
     return [os.path.join(paths[0], name) for name in names] or paths
 
@@ -187,9 +218,17 @@ def expand_paths(path: Paths) -> list[str]:
         >>> list(expand_braces("train-{008..011}.{tar,idx}"))[::3]
         ['train-008.tar', 'train-009.idx', 'train-011.tar']
     """
-    listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    given: Any = path
+    is_list = isinstance(given, Iterable) and not isinstance(given, (str, bytes, os.PathLike))
+    listed = list(given) if is_list else [given]
     if not listed:
         raise BadArgument("the list of paths is empty", remedy='open_dataset("shards/*.tar")')
+    for one in listed:
+        if not isinstance(one, (str, os.PathLike)):
+            raise BadArgument(
+                f"a path is {one!r}, which is neither text nor a Path",
+                remedy='open_dataset("shards/*.tar")',
+            )
     found: list[str] = []
     for one in [os.fspath(each) for each in listed]:
         found += [one] if os.path.exists(one) else _expand(one)
@@ -201,9 +240,26 @@ def _expand(pattern: str) -> list[str]:
     for one in expand_braces(pattern):
         matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one] * os.path.exists(one)
         if not matches:
-            raise BadStore(f"{one} does not exist, or matches no file", path=one)
+            _refuse_denied(one)
+            raise BadStore(
+                f"{one} does not exist, or matches no file",
+                remedy=f"ls {os.path.dirname(one) or '.'}",
+                path=one,
+            )
         found += matches
     return found
+
+
+def _refuse_denied(path: str) -> None:
+    """Raise if a path matches nothing because its folder may not be read."""
+    folder = os.path.dirname(path) or "."
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise open_error(path, error) from None
+    except OSError:
+        if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+            raise open_error(folder, PermissionError()) from None
 
 
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -10,6 +10,8 @@ import contextlib
 import functools
 import operator
 import re
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ from penstock.sources.packed_writer import PackSpec, make_fingerprint
 from penstock.user_objects import class_attribute, offers, probe
 
 SHARD_BYTES = 64 << 20
-"""A killed worker loses at most one shard."""
+"""Size of a shard. Larger ones are only needed for many samples: see ``MAX_FILES``."""
 MAX_FILES = 256
 """Shards grow to stay below this number of files, because each file is a mapping in every reader
 and, except on Linux, a descriptor."""
@@ -114,7 +116,8 @@ def inspect_source(
     num_samples = _length_of(dataset)
     is_encoded = offers(dataset, "packed_sample")
     get = dataset.packed_sample if is_encoded else functools.partial(operator.getitem, dataset)
-    probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe))
+    times_s: list[float] = []
+    probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe, times_s))
     if on_error != "raise":  # a sample that differs in form from the first counts as bad
         probes = [probe for probe in probes if kinds_of(probe) == kinds_of(probes[0])]
     form, names, requests, columns = _columns(dataset, fields, probes)
@@ -127,6 +130,7 @@ def inspect_source(
     max_shards = max(1, MAX_FILES // sum(len(schema.file_names(0)) for schema in schemas))
     shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
     policy = on_error if isinstance(on_error, str) else "function"
+    encoder = SampleEncoder(form, schemas, requests)
     spec = PackSpec(
         num_samples=num_samples,
         shard_rows=min(shard_rows, num_samples),
@@ -137,8 +141,8 @@ def inspect_source(
         ),
         attributes=dict(dataset.packed_attributes) if _has(dataset, "packed_attributes") else {},
         sample_bytes=sample_bytes,
+        sample_s=statistics.median(times_s) + _encoding_s(encoder, probes[0]),
     )
-    encoder = SampleEncoder(form, schemas, requests)
     samples = EncodedSamples(get, num_samples, encoder, on_error, check_seed("seed", seed))
     return spec, samples
 
@@ -192,10 +196,23 @@ def _length_of(dataset: Any) -> int:
     return num_samples
 
 
+def _encoding_s(encoder: SampleEncoder, sample: Any) -> float:
+    """Return the time to encode a sample. An error is left to the packing, which names it."""
+    start_s = time.perf_counter()
+    with contextlib.suppress(Exception):
+        encoder.encode(sample, 0)
+    return time.perf_counter() - start_s
+
+
 def _probes(
-    get: Any, num_samples: int, on_error: Any, seed: int, on_probe: Callable[[int, Any], None]
+    get: Any,
+    num_samples: int,
+    on_error: Any,
+    seed: int,
+    on_probe: Callable[[int, Any], None],
+    times_s: list[float],
 ) -> Iterator[Any]:
-    """Yield a few samples spread over the dataset."""
+    """Yield a few samples spread over the dataset, and append the time that each took."""
     randomness = SampleRandomness(seed)
     # Both neighbors and distant samples, so that periodic data does not look constant.
     spread = np.linspace(0, num_samples - 1, _NUM_PROBES // 2 + 1).astype(int).tolist()
@@ -205,8 +222,10 @@ def _probes(
     for index in dict.fromkeys([*places, *range(min(num_samples, _NUM_TRIES))]):
         if num_found >= min(num_samples, _NUM_PROBES):
             break
+        start_s = time.perf_counter()
         try:
             sample = randomness.call(get, index, index)
+            times_s.append(time.perf_counter() - start_s)
             split_sample(sample)  # raises for samples without fields
         except Exception as error:
             if on_error == "raise":

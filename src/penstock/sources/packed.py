@@ -13,7 +13,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,18 +25,21 @@ from penstock.images.pixels import check_memory_format
 from penstock.machine.host import memory_bytes
 from penstock.order.ranks import RankShard
 from penstock.order.samplers import BlockOrder
-from penstock.sources.blocks import check_transforms, refuse_unknown_fields
+from penstock.sources.blocks import ReadOptions, check_transforms, refuse_unknown_fields
 from penstock.sources.columns import Column, FixedColumn
 from penstock.sources.fields import decode_value, join_sample
 from penstock.sources.manifest import FieldSchema
-from penstock.sources.packed_folder import PackedFolder
+from penstock.sources.packed_folder import VERIFY, PackedFolder
+from penstock.sources.source_files import SourceFiles
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
 _BLOCK_BYTES = 4 << 20
-"""Size of the blocks that :meth:`ColumnDataset.block_order` reads."""
+"""Size of the blocks that :meth:`ColumnDataset.block_order` reads, in the largest field."""
+_MAX_BLOCK_BYTES = 16 << 20
+"""Size of the same samples in all fields."""
 Self = TypeVar("Self", bound="ColumnDataset")
 
 
@@ -45,6 +48,7 @@ class ColumnFiles(Protocol):
 
     schemas: tuple[FieldSchema, ...]
     columns: dict[str, Column]
+    files: SourceFiles
     form: str
     num_bytes: int
 
@@ -100,6 +104,10 @@ class ColumnDataset:
     def __getitem__(self, index: int) -> Any:
         return self._sample(self._resolve_one(index))
 
+    def _check_files(self) -> None:
+        for one in self._files:
+            one.files.check_next_soon()
+
     def read_into(self, index: int, rows: Sequence[np.ndarray | None]) -> Any:
         """Return ``self[index]``, with images in their ``rows``. Called by the engine."""
         # Each field is one leaf of the sample, unless a transform of the user changes that.
@@ -118,6 +126,7 @@ class ColumnDataset:
         places: Sequence[np.ndarray | None] = (),
         is_channels_last: bool = False,
     ) -> Any:
+        self._check_files()
         values = [
             self._value(schema, column, row, place, is_channels_last)
             for schema, column, place in zip_longest(self._schemas, self._columns, places)
@@ -172,6 +181,7 @@ class ColumnDataset:
         rows = self._resolve(indices)
         if not self._is_fixed:
             return [self._sample(row) for row in rows.tolist()]
+        self._check_files()
         columns = []
         for schema, column in zip(self._schemas, self._columns, strict=True):
             assert isinstance(column, FixedColumn)
@@ -203,6 +213,7 @@ class ColumnDataset:
 
     def _read_rows(self, index: np.ndarray, out: list[np.ndarray]) -> None:
         """Copy samples (checked to be in range) into rows of bytes, one field at a time."""
+        self._check_files()
         rows = index if self._rows is None else self._rows_at(index)
         for column, target in zip(self._columns, out, strict=True):
             assert isinstance(column, FixedColumn)
@@ -311,6 +322,11 @@ class ColumnDataset:
                 f"{self} and {other} have different memory formats, so they cannot be concatenated",
                 remedy="open both with the same memory_format=",
             )
+        if len({hasattr(one, "follow") for one in (*self._files, *other._files)}) > 1:
+            raise BadArgument(
+                f"{self} and {other} cannot be concatenated, because only one is in object storage",
+                remedy="torch.utils.data.ConcatDataset([a, b])",
+            )
         joined = self._like()
         joined._files = self._files + other._files
         joined._columns = [
@@ -323,21 +339,27 @@ class ColumnDataset:
         return joined
 
     @property
-    def _block_size(self) -> int:
-        row_bytes = sum(
-            column.row_bytes for column in self._columns if isinstance(column, FixedColumn)
-        )
-        return max(1, _BLOCK_BYTES // max(1, row_bytes))
-
-    @property
     def block_starts(self) -> npt.NDArray[np.int64]:
-        """Index of the first sample of each block, followed by the number of samples."""
-        length = len(self)
-        return np.append(np.arange(0, length, self._block_size, dtype=np.int64), length)
+        """Index of the first sample of each block, followed by the number of samples.
+
+        The blocks of a whole set are those of the files of its largest field. Object storage is
+        read in the same blocks.
+        """
+        sample_bytes = max(1.0, sum(column.mean_bytes for column in self._columns))
+        if self._rows is None:
+            largest = max(self._columns, key=lambda column: column.mean_bytes)
+            block_bytes = _BLOCK_BYTES
+            while block_bytes * sample_bytes > _MAX_BLOCK_BYTES * max(1.0, largest.mean_bytes):
+                block_bytes //= 2
+            return largest.block_starts(block_bytes)
+        length, step = len(self), max(1, int(_BLOCK_BYTES // sample_bytes))
+        return np.append(np.arange(0, length, step, dtype=np.int64), length)
 
     def block_order(self, *, seed: int = 0, **keywords: Any) -> BlockOrder:
         """Return a shuffled order that reads the disk in blocks. Pass it as ``sampler=``."""
-        return BlockOrder(len(self), **{"block_size": self._block_size, "seed": seed, **keywords})
+        if "block_size" not in keywords:
+            keywords.setdefault("block_starts", self.block_starts)
+        return BlockOrder(len(self), seed=seed, **keywords)
 
 
 def _is_plain_crop(transform: Any) -> bool:
@@ -357,7 +379,8 @@ class Packed(ColumnDataset):
     """A packed set as a dataset.
 
     Args:
-        path: The folder that :func:`penstock.pack` wrote.
+        path: The folder that :func:`penstock.pack` wrote, or the address of its copy in object
+            storage: ``s3://``, ``gs://``, ``az://``, ``http://``, ``https://`` or ``file://``.
         columns: Load only these fields.
         verify: When to verify checksums: ``"lazy"`` verifies each block when it is first read,
             ``"full"`` verifies all blocks now, ``"off"`` verifies nothing.
@@ -366,6 +389,11 @@ class Packed(ColumnDataset):
             than this machine's memory.
         memory_format: Memory format of images and arrays with a Penstock crop, in batches. None:
             ``torch.channels_last``. See :class:`penstock.ImageFolder`.
+        cache_folder: For object storage: where blocks are kept on this machine. None: the user's
+            cache folder, or ``PENSTOCK_CACHE_DIR``.
+        cache_bytes: Size limit of the cache. None: half of the free disk.
+        read_ahead_bytes: How far ahead blocks are downloaded. None: 1 GiB, or half of the cache.
+        network_timeout_s: How long to wait for a block before an error. None: 120 s.
 
     Example:
         >>> import tempfile, penstock
@@ -383,24 +411,37 @@ class Packed(ColumnDataset):
         self,
         path: str | os.PathLike[str],
         *,
-        columns: Sequence[str] | None = None,
+        columns: Sequence[str] | str | None = None,
         verify: str = "lazy",
-        transforms: dict[str, Callable[[Any], Any]] | None = None,
+        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
         read_ahead: bool | None = None,
         memory_format: torch.memory_format | None = None,
+        cache_folder: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        read_ahead_bytes: int | None = None,
+        network_timeout_s: float | None = None,
     ) -> None:
-        self._open(PackedFolder(os.fspath(path), verify), read_ahead)
+        if "://" in (found := os.fspath(path)):
+            from penstock.sources.remote.remote_folder import open_remote
+
+            BadArgument.unless_one_of("verify", verify, VERIFY, "Packed")
+            remote = open_remote(
+                found,
+                folder=cache_folder,
+                max_bytes=cache_bytes,
+                ahead_bytes=read_ahead_bytes,
+                timeout_s=network_timeout_s,
+                verify=verify,
+            )
+            self._open(remote, read_ahead)
+        else:
+            self._open(PackedFolder(found, verify), read_ahead)
         self._is_channels_last = check_memory_format(memory_format, "Packed")
         if columns is not None:
             names = (columns,) if isinstance(columns, str) else columns
             self.__dict__.update(self.select(*names).__dict__)
         if transforms:
-            if not isinstance(transforms, dict):
-                raise BadArgument(
-                    "transforms= must be a dict from field names to functions",
-                    remedy=f"transforms={{{self.fields[0]!r}: function}}",
-                )
-            self.__dict__.update(self.with_transforms(**transforms).__dict__)
+            self.__dict__.update(self.with_transforms(**check_transforms(transforms)).__dict__)
 
     def _open(self, files: Any, read_ahead: bool | None = None) -> None:
         super()._open(files, read_ahead)
@@ -411,19 +452,52 @@ class Packed(ColumnDataset):
 
     @property
     def path(self) -> str:
-        """Path of the (first) packed set."""
+        """Path or address of the (first) packed set."""
         return str(self._files[0].path)
+
+    @property
+    def follow_epoch(self) -> Callable[..., None]:
+        """Publishes a loader's order to the cache. Exists for sets in object storage only."""
+        follow: Callable[..., None] = self._files[0].follow  # a local folder has none
+        return functools.partial(follow, self)
+
+    @property
+    def count_network(self) -> Callable[[], dict[str, Any]]:
+        """Counts downloads. Exists for sets in object storage only."""
+        count: Callable[[], dict[str, Any]] = self._files[0].count_network
+        return count
+
+    @property
+    def plan_notes(self) -> list[str]:
+        """Notes for the plan of a loader. Exists for sets in object storage only."""
+        return [note for files in self._files for note in files.plan_notes]
 
 
 def open_packed(
-    paths: Sequence[str], *, decode: bool = True, allow_pickle: bool = False, **options: Any
+    paths: Sequence[str],
+    options: ReadOptions,
+    *,
+    verify: str = "lazy",
+    read_ahead: bool | None = None,
+    memory_format: torch.memory_format | None = None,
 ) -> Packed:
     """Return a packed set for :func:`penstock.open_dataset`. It contains no pickles."""
-    if not decode:
+    if not options.decode:
         raise BadArgument(
             "decode=False does not apply to packed sets", remedy="penstock.Packed(path)"
         )
-    return functools.reduce(operator.add, [Packed(path, **options) for path in paths])
+    sets = [
+        Packed(
+            path,
+            columns=options.columns,
+            verify=verify,
+            transforms=options.transforms,
+            read_ahead=read_ahead,
+            memory_format=memory_format,
+        )
+        for path in paths
+    ]
+    return functools.reduce(operator.add, sets)
 
 
 def _restore(

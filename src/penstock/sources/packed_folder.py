@@ -25,6 +25,7 @@ from penstock.sources.checksums import (
 )
 from penstock.sources.columns import Column, FixedColumn, RaggedColumn, ShardRows
 from penstock.sources.manifest import JOURNAL, MANIFEST, FieldSchema, FileEntry, Manifest
+from penstock.sources.source_files import FileStamp, SourceFiles, open_error, open_regular
 
 VERIFY = ("lazy", "full", "off")
 _COPY_FILE = "copy the file again from its source"
@@ -37,7 +38,11 @@ class PackedFolder:
     draws_nothing = True
 
     def __init__(
-        self, path: str, verify: str = "lazy", shared: tuple[str, bytes] | None = None
+        self,
+        path: str,
+        verify: str = "lazy",
+        shared: tuple[str, bytes] | None = None,
+        stamps: Sequence[FileStamp] | None = None,
     ) -> None:
         BadArgument.unless_one_of("verify", verify, VERIFY, "Packed")
         self.path = os.path.realpath(path)
@@ -48,6 +53,10 @@ class PackedFolder:
         entries = [entry for shard in self.manifest.shards for entry in shard.entries]
         for entry in entries:  # before allocating memory by the sizes in an untrusted manifest
             self._check_size(entry)
+        self.files = SourceFiles(
+            [os.path.join(self.path, entry.name) for entry in entries], stamps=stamps
+        )
+        self.files.check_all()
         self.num_bytes = sum(entry.bytes for entry in entries)
         self._first_block: dict[str, int] = {}
         num_blocks = 0
@@ -68,7 +77,7 @@ class PackedFolder:
         # After "full", the receiver does not need to verify again.
         verify = "off" if self.verify == "full" else self.verify
         shared = None if self.checked is None else self.checked.shared
-        return PackedFolder, (self.path, verify, shared)
+        return PackedFolder, (self.path, verify, shared, self.files.stamps)
 
     def _open(self, schema: FieldSchema) -> Column:
         shards = self.manifest.shards
@@ -151,10 +160,12 @@ def read_manifest(path: str) -> Manifest:
     """
     file = os.path.join(path, MANIFEST)
     try:
-        with open(file, encoding="utf-8") as content:
+        with open(file, encoding="utf-8", opener=open_regular) as content:
             return Manifest.from_json(content.read(), file)
     except UnicodeDecodeError as error:
         raise BadStore(f"{file} is not valid JSON: {error}", path=path) from None
+    except PermissionError as error:
+        raise open_error(file, error) from None
     except OSError as error:
         if os.path.exists(os.path.join(path, JOURNAL)):
             raise BadStore(
@@ -163,8 +174,14 @@ def read_manifest(path: str) -> Manifest:
                 remedy="run the same `penstock pack` again (finished shards are kept)",
                 path=path,
             ) from None
-        raise BadStore(
-            f"{path} is not a packed set: {error.strerror or error}",
-            remedy="penstock pack SOURCE " + path,
-            path=path,
-        ) from None
+        if isinstance(error, FileNotFoundError):
+            is_folder = os.path.isdir(path)
+            raise BadStore(
+                f"{path} is not a packed set: "
+                + (f"it has no file {MANIFEST}" if is_folder else "there is no such folder"),
+                remedy=f"penstock pack {path} {path}-packed"
+                if is_folder
+                else f"penstock pack SOURCE {path}",
+                path=path,
+            ) from None
+        raise BadStore(f"{file} cannot be read: {error.strerror or error}", path=path) from None

@@ -6,11 +6,15 @@
     shard-00003.json     last file of a shard, which marks it as finished
     manifest.json  last of all; then packing.json and the shard records are deleted
 
-A process that is killed at any point leaves finished shards and possibly a ``.part-*`` folder. The
-next call continues from there. The caller provides the ``map`` that writes the shards:
+Samples that take long are written in smaller pieces, which the caller joins to the same shards:
 
-    caller: pack_into(map=...)  -- map(write_shard, numbers) -->  workers, threads, a cluster
-            manifest            <-- one record per shard ------
+    piece-00003-00001/   the files of some samples of shard 3, and their record
+
+A process that is killed at any point leaves finished shards and pieces, and possibly a ``.part-*``
+folder. The next call continues from there. The caller provides the ``map`` that writes them:
+
+    caller: pack_into(map=...)  -- map(write_piece, numbers) -->  workers, threads, a cluster
+            shards, manifest    <-- one record per piece ------
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,7 +54,8 @@ from penstock.sources.manifest import (
 Map = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 Fetch = Callable[[range], Iterator[tuple[int, Any]]]
 """For the indices of a shard: (index, list of encoded arrays), or (index, error text)."""
-PART_PREFIX = ".part-"
+PART_PREFIX, PIECE_PREFIX = ".part-", "piece-"
+_PIECE_RECORD = "record.json"
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 _BUFFER_BYTES = 1 << 20
 
@@ -63,6 +68,9 @@ class PackSpec:
         shard_rows: Number of source samples per shard. Bad samples can make a shard shorter.
         form, fields, fingerprint, attributes: As in the manifest.
         sample_bytes: Approximate size of a sample.
+        sample_s: Approximate time to load and encode a sample.
+        piece_rows: Number of source samples per piece. 0: each shard is one piece. It has no effect
+            on the result.
     """
 
     num_samples: int
@@ -72,14 +80,31 @@ class PackSpec:
     fingerprint: str
     attributes: dict[str, Any]
     sample_bytes: int
+    sample_s: float = 0.0
+    piece_rows: int = 0
 
     @property
     def num_shards(self) -> int:
         return -(-self.num_samples // self.shard_rows)
 
-    def indices(self, shard: int) -> range:
-        first = shard * self.shard_rows
-        return range(first, min(first + self.shard_rows, self.num_samples))
+    @property
+    def shard_pieces(self) -> int:
+        """The number of pieces of a full shard."""
+        return -(-self.shard_rows // self.piece_rows) if self.piece_rows else 1
+
+    def pieces(self, shard: int) -> list[int]:
+        """Return the numbers of the pieces of a shard, in order."""
+        first = shard * self.shard_pieces
+        numbers = range(first, first + self.shard_pieces)
+        return [number for number in numbers if self.indices(number)]
+
+    def indices(self, piece: int) -> range:
+        """Return the source samples of a piece."""
+        shard, place = divmod(piece, self.shard_pieces)
+        rows = self.piece_rows or self.shard_rows
+        end = min((shard + 1) * self.shard_rows, self.num_samples)
+        first = shard * self.shard_rows + place * rows
+        return range(first, max(first, min(first + rows, end)))
 
     @classmethod
     def read(cls, path: str) -> PackSpec:
@@ -89,7 +114,10 @@ class PackSpec:
             check_version(content, path)
             del content["format"], content["version"]
             content["fields"] = tuple(read_schema(one) for one in content["fields"])
-            return cls(**content)
+            spec = cls(**content)
+            if type(spec.piece_rows) is not int or spec.piece_rows < 0:
+                raise ValueError(f"piece_rows is {spec.piece_rows!r}")
+            return spec
         except BadStore:
             raise
         except Exception as error:
@@ -120,13 +148,15 @@ def pack_into(
     fetch: Fetch,
     *,
     map: Map,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    max_kept: int | None = None,
 ) -> Manifest:
     """Write a packed set, or continue an unfinished one.
 
     Args:
-        fetch: Yields the samples of a shard. Pickled to the processes of ``map``.
-        on_shard: Called with the number of finished shards and the total.
+        fetch: Yields the samples of a piece. Pickled to the processes of ``map``.
+        on_progress: Called with the number of samples that are done and the total.
+        max_kept: Number of shards on the disk at a time, if ``map`` moves finished ones away.
 
     Raises:
         AlreadyThere: The folder contains a finished set, an unfinished set of a different source,
@@ -136,24 +166,44 @@ def pack_into(
     with _explain_os_errors(folder):
         os.makedirs(folder, exist_ok=True)
         with packing_lock(folder):
-            _begin(folder, spec)
-            return _write_rest(folder, spec, fetch, map, on_shard)
+            spec = _begin(folder, spec)
+            return _write_rest(folder, spec, fetch, map, on_progress, max_kept)
 
 
-def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: Any) -> Manifest:
-    records = _finished_shards(folder, spec)
-    left = [number for number in range(spec.num_shards) if number not in records]
-    _check_free_space(folder, spec, len(left))
-    on_shard(len(records), spec.num_shards)
-    write = functools.partial(write_shard, folder, spec, fetch)
+def _write_rest(
+    folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_progress: Any, max_kept: int | None
+) -> Manifest:
+    records = finished_shards(folder, spec)
+    waiting = {
+        shard: _unfinished_pieces(folder, spec, shard)
+        for shard in range(spec.num_shards)
+        if shard not in records
+    }
+    left = [number for numbers in waiting.values() for number in numbers]
+    num_left = sum(len(spec.indices(number)) for number in left)
+    _check_free_space(folder, spec, min(num_left, (max_kept or num_left) * spec.shard_rows))
+    on_progress(spec.num_samples - num_left, spec.num_samples)
+    for shard in [shard for shard, numbers in waiting.items() if not numbers]:
+        records[shard] = _join_pieces(folder, spec, shard)  # stopped before it was joined
+    write = functools.partial(write_piece, folder, spec, fetch)
+    num_missing = len(left)
     for number, record in map(write, left) if left else ():
-        records[number] = record
-        on_shard(len(records), spec.num_shards)
-    missing = [number for number in left if number not in records]
-    if missing:
+        shard = number // spec.shard_pieces
+        if number not in waiting[shard]:
+            continue  # a map that runs a number twice
+        waiting[shard].remove(number)
+        num_missing -= 1
+        if spec.shard_pieces == 1:
+            records[shard] = record
+        elif not waiting[shard]:
+            records[shard] = _join_pieces(folder, spec, shard)
+        num_left -= len(spec.indices(number))
+        on_progress(spec.num_samples - num_left, spec.num_samples)
+    if num_missing:
+        number = next(numbers[0] for numbers in waiting.values() if numbers)
         raise BadArgument(
-            f"map= returned no result for shard {missing[0]} ({len(missing)} of "
-            f"{spec.num_shards} shards are missing)",
+            f"map= returned no result for number {number} ({num_missing} of {len(left)} results "
+            "are missing)",
             remedy="map(function, numbers) must return function(number) for every number",
         )
     manifest = _make_manifest(spec, [records[number] for number in range(spec.num_shards)])
@@ -161,40 +211,85 @@ def _write_rest(folder: str, spec: PackSpec, fetch: Fetch, map: Map, on_shard: A
     for name in sorted(os.listdir(folder)):
         if name.startswith("shard-") and name.endswith(".json"):
             os.unlink(os.path.join(folder, name))
-    _clear_parts(folder)
+    _clear(folder, PART_PREFIX, PIECE_PREFIX)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, JOURNAL))
     sync_folder(folder)
     return manifest
 
 
-# -- one shard -----------------------------------------------------------------------------------
+# -- shards and pieces ---------------------------------------------------------------------------
 
 
-def write_shard(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple[int, Any]:
-    """Write one shard and its record. Safe to call twice, even at the same time.
+def write_piece(folder: str, spec: PackSpec, fetch: Fetch, number: int) -> tuple[int, Any]:
+    """Write a piece, or a whole shard, and its record. Safe to call twice, even at the same time.
 
     Called in the processes of ``map``, usually workers.
     """
-    with _explain_os_errors(folder):
-        part = os.path.join(folder, f"{PART_PREFIX}{number:05d}-{secrets.token_hex(4)}")
-        os.mkdir(part)
-        try:
-            record = _write_samples(part, spec, fetch, number)
-            for name in sorted(os.listdir(part)):
-                os.replace(os.path.join(part, name), os.path.join(folder, name))
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+    shard = number // spec.shard_pieces
+    with _explain_os_errors(folder), _part(folder, number) as part:
+        record = _write_samples(part, spec, fetch, number)
+        if spec.shard_pieces == 1:
+            _finish_shard(folder, part, shard, record)
+            return number, record
+        write_whole(part, _PIECE_RECORD, json.dumps(record, sort_keys=True))
+        finished = _piece_folder(folder, spec, number)
+        if _is_unfinished(finished):  # otherwise another process has written the same piece
+            shutil.rmtree(finished, ignore_errors=True)
+            os.rename(part, finished)
         sync_folder(folder)
-        write_whole(folder, _record_name(number), json.dumps(record, sort_keys=True))
     return number, record
 
 
+def _join_pieces(folder: str, spec: PackSpec, shard: int) -> dict[str, Any]:
+    """Write a shard from its pieces, byte for byte as without pieces. Returns its record."""
+    pieces = [_piece_folder(folder, spec, number) for number in spec.pieces(shard)]
+    records = [_read_record(piece, _PIECE_RECORD) for piece in pieces]
+    with _part(folder, shard) as part:
+        rows = sum(record["rows"] for record in records)
+        with contextlib.ExitStack() as stack:
+            fields = [_FieldFiles(stack, part, schema, shard) for schema in spec.fields]
+            for piece in pieces:
+                for field in fields:
+                    field.add_piece(piece)
+            files = {field.schema.name: field.finish(rows) for field in fields}
+        bad = [one for record in records for one in record["bad"]]
+        record = {"rows": rows, "files": files, "bad": bad}
+        _finish_shard(folder, part, shard, record)
+    for piece in pieces:
+        shutil.rmtree(piece, ignore_errors=True)
+    return record
+
+
+@contextlib.contextmanager
+def _part(folder: str, number: int) -> Iterator[str]:
+    """Create a folder for unfinished files. It is removed at the end if it still exists."""
+    part = os.path.join(folder, f"{PART_PREFIX}{number:05d}-{secrets.token_hex(4)}")
+    os.mkdir(part)
+    try:
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _finish_shard(folder: str, part: str, shard: int, record: dict[str, Any]) -> None:
+    for name in sorted(os.listdir(part)):
+        os.replace(os.path.join(part, name), os.path.join(folder, name))
+    sync_folder(folder)
+    write_record(folder, shard, record)
+
+
+def _piece_folder(folder: str, spec: PackSpec, number: int) -> str:
+    shard, place = divmod(number, spec.shard_pieces)
+    return os.path.join(folder, f"{PIECE_PREFIX}{shard:05d}-{place:05d}")
+
+
 def _write_samples(part: str, spec: PackSpec, fetch: Fetch, number: int) -> dict[str, Any]:
-    """Write the samples of a shard and return its record: row count, files, and bad samples."""
+    """Write the samples of a piece and return its record: row count, files, and bad samples."""
     rows, bad = 0, []
     with contextlib.ExitStack() as stack:
-        fields = [_FieldFiles(stack, part, schema, number) for schema in spec.fields]
+        shard = number // spec.shard_pieces
+        fields = [_FieldFiles(stack, part, schema, shard) for schema in spec.fields]
         for index, found in fetch(spec.indices(number)):
             if isinstance(found, str):
                 bad.append((index, found))
@@ -213,9 +308,9 @@ class _FieldFiles:
         self, stack: contextlib.ExitStack, folder: str, schema: FieldSchema, shard: int
     ) -> None:
         self.schema = schema
+        self._names = schema.file_names(shard)
         self._files = [
-            stack.enter_context(_ArrayFile(os.path.join(folder, name)))
-            for name in schema.file_names(shard)
+            stack.enter_context(_ArrayFile(os.path.join(folder, name))) for name in self._names
         ]
         self._num_items = 0
         if schema.is_ragged:
@@ -229,6 +324,19 @@ class _FieldFiles:
             self._files[1].add_whole(self._num_items)
         if self.schema.has_shapes:
             self._files[2].add_whole(*value.shape)
+
+    def add_piece(self, folder: str) -> None:
+        """Add the samples of a piece. Their offsets continue those of the pieces before."""
+        for place, name in enumerate(self._names):
+            with open(os.path.join(folder, name), "rb") as file:
+                file.seek(HEADER_BYTES)
+                if place == 1:
+                    offsets = np.frombuffer(file.read(), "<i8")
+                    self._files[1].write((offsets[1:] + self._num_items).tobytes())
+                else:
+                    shutil.copyfileobj(file, self._files[place], _BUFFER_BYTES)
+        if self.schema.is_ragged:
+            self._num_items += int(offsets[-1])
 
     def finish(self, rows: int) -> list[dict[str, Any]]:
         """Write headers and checksums, and wait until everything is on disk."""
@@ -299,8 +407,12 @@ def refuse_finished(folder: str) -> None:
         )
 
 
-def _begin(folder: str, spec: PackSpec) -> None:
-    """Start in an empty folder, or continue the same packing. Refuse anything else."""
+def _begin(folder: str, spec: PackSpec) -> PackSpec:
+    """Start in an empty folder, or continue the same packing. Refuse anything else.
+
+    Returns:
+        The packing to do, with the pieces of the one that is continued.
+    """
     found = set(os.listdir(folder))
     if JOURNAL in found:
         before = PackSpec.read(os.path.join(folder, JOURNAL))
@@ -310,8 +422,8 @@ def _begin(folder: str, spec: PackSpec) -> None:
                 remedy=f"repeat the earlier call to finish it, or remove {folder}",
                 path=folder,
             )
-        _clear_parts(folder)
-        return
+        _clear(folder, PART_PREFIX)
+        return replace(spec, piece_rows=before.piece_rows)
     refuse_finished(folder)
     # A packing that was killed while writing its first file leaves only a part of that file.
     others = sorted(
@@ -325,8 +437,9 @@ def _begin(folder: str, spec: PackSpec) -> None:
             remedy="pack to an empty folder",
             path=folder,
         )
-    _clear_parts(folder)
+    _clear(folder, PART_PREFIX)
     write_whole(folder, JOURNAL, to_json(spec))
+    return spec
 
 
 def _difference(before: PackSpec, now: PackSpec) -> str:
@@ -346,20 +459,45 @@ def _record_name(number: int) -> str:
     return f"shard-{number:05d}.json"
 
 
-def _finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
+def write_record(folder: str, number: int, record: dict[str, Any]) -> None:
+    """Mark a shard as finished. ``is_moved`` in the record: its files are in another place."""
+    write_whole(folder, _record_name(number), json.dumps(record, sort_keys=True))
+
+
+def finished_shards(folder: str, spec: PackSpec) -> dict[int, dict[str, Any]]:
     """Return the records of complete shards by number."""
     records = {}
     for number in range(spec.num_shards):
-        try:
-            record = json.loads(read_text(os.path.join(folder, _record_name(number))))
-            entries = read_shard(record).entries
-            sizes = [os.path.getsize(os.path.join(folder, entry.name)) for entry in entries]
-            record["bad"] = [(operator.index(index), str(text)) for index, text in record["bad"]]
-        except Exception:  # missing or changed: the shard is packed again
-            continue
-        if sizes == [entry.bytes for entry in entries]:
-            records[number] = record
+        with contextlib.suppress(Exception):  # missing or changed: the shard is packed again
+            records[number] = _read_record(folder, _record_name(number))
     return records
+
+
+def _unfinished_pieces(folder: str, spec: PackSpec, shard: int) -> list[int]:
+    """Return the numbers of the pieces of a shard that are not complete."""
+    if spec.shard_pieces == 1:
+        return [shard]
+    pieces = spec.pieces(shard)
+    return [number for number in pieces if _is_unfinished(_piece_folder(folder, spec, number))]
+
+
+def _is_unfinished(piece: str) -> bool:
+    try:
+        _read_record(piece, _PIECE_RECORD)
+    except Exception:
+        return True
+    return False
+
+
+def _read_record(folder: str, name: str) -> dict[str, Any]:
+    """Read the record of a shard or a piece. Raises if it or one of its files is not complete."""
+    record: dict[str, Any] = json.loads(read_text(os.path.join(folder, name)))
+    is_moved = record.get("is_moved") is True
+    for entry in read_shard(record).entries:
+        if not is_moved and os.path.getsize(os.path.join(folder, entry.name)) != entry.bytes:
+            raise BadStore(f"{entry.name} is not complete", path=folder)
+    record["bad"] = [(operator.index(index), str(text)) for index, text in record["bad"]]
+    return record
 
 
 def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
@@ -384,10 +522,10 @@ def _make_manifest(spec: PackSpec, records: list[dict[str, Any]]) -> Manifest:
     )
 
 
-def _clear_parts(folder: str) -> None:
-    """Remove unfinished shards and files of killed processes."""
+def _clear(folder: str, *prefixes: str) -> None:
+    """Remove unfinished shards, files of killed processes, and pieces that are joined."""
     for name in os.listdir(folder):
-        if name.startswith(PART_PREFIX):
+        if name.startswith(prefixes):
             path = os.path.join(folder, name)
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -395,13 +533,13 @@ def _clear_parts(folder: str) -> None:
                 os.unlink(path)
 
 
-def _check_free_space(folder: str, spec: PackSpec, num_shards: int) -> None:
-    needed = num_shards * spec.shard_rows * spec.sample_bytes
+def _check_free_space(folder: str, spec: PackSpec, num_left: int) -> None:
+    needed = num_left * spec.sample_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotWrite(
-            f"packing to {folder} needs about {_in_words(needed)}, but {_in_words(free)} are free",
-            likely=f"{spec.num_samples} samples of about {spec.sample_bytes} bytes.",
+            f"packing {num_left} samples to {folder} needs about {_in_words(needed)}, but "
+            f"{_in_words(free)} are free",
             remedy="a different disk, or smaller data: a Field with dtype, longer_side or quality",
             path=folder,
         )

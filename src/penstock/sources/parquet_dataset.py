@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from penstock.errors import MissingExtra
-from penstock.sources.table_files import TableFiles, open_error
+from penstock.sources.blocks import ReadOptions
+from penstock.sources.source_files import SourceFiles, open_error
 from penstock.sources.table_reader import (
     CACHE_BYTES,
     TableBlock,
@@ -37,11 +38,8 @@ class ParquetDataset(TableReader):
 
 def open_parquet(
     paths: Sequence[str],
+    options: ReadOptions,
     *,
-    columns: Sequence[str] | None = None,
-    decode: bool = True,
-    transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-    allow_pickle: bool = False,
     cache_bytes: int = CACHE_BYTES,
 ) -> ParquetDataset:
     """Open Parquet files. Called by :func:`penstock.open_dataset`.
@@ -51,8 +49,8 @@ def open_parquet(
         MissingExtra: pyarrow is not installed.
     """
     import_pyarrow()
-    files = TableFiles(paths, open_parquet_file)
-    schema = TableSchema(columns)
+    files = SourceFiles(paths, open_parquet_file)
+    schema = TableSchema(options)
     blocks: list[TableBlock] = []
     for number, path in enumerate(files.paths):
         opened = open_parquet_file(path)
@@ -60,13 +58,11 @@ def open_parquet(
             found = opened.schema_arrow
         except Exception as error:
             raise open_error(path, error) from None
-        mine = _find_blocks(number, opened.metadata, set(columns or found.names))
+        mine = _find_blocks(number, opened.metadata, set(options.choose(found.names, path)))
         schema.add(path, found, has_rows=bool(mine))
         blocks += mine
         files.check(number)
-    return ParquetDataset(
-        files, blocks, schema.fields, decode=decode, transforms=transforms, cache_bytes=cache_bytes
-    )
+    return ParquetDataset(files, blocks, schema.fields, options, cache_bytes)
 
 
 def _find_blocks(file: int, metadata: Any, names: set[str]) -> list[TableBlock]:

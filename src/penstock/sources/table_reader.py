@@ -16,17 +16,25 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.engine.memory.batch_layout import LayoutError
-from penstock.errors import BadArgument, BadStore, Damaged, PenstockError
+from penstock.errors import BadStore, Damaged, PenstockError
+from penstock.options import check_count
 from penstock.order.samplers import BlockOrder
-from penstock.sources.arrow_columns import Column, is_image, is_number, is_number_list, make_column
-from penstock.sources.blocks import NUM_MIXED, BlockReader, refuse_unknown_fields
-from penstock.sources.table_files import TableFiles, describe
+from penstock.sources.arrow_columns import (
+    Column,
+    holds_images,
+    is_image,
+    is_number,
+    is_number_list,
+    make_column,
+)
+from penstock.sources.blocks import NUM_MIXED, BlockReader, ReadOptions, refuse_unknown_fields
+from penstock.sources.source_files import SourceFiles, describe
 
 CACHE_BYTES = 256 << 20
 """Limit of the blocks that each process keeps decoded."""
@@ -60,7 +68,7 @@ class TableField(NamedTuple):
 
 def make_field(kind: Any, feature: Any = None) -> TableField:
     """Return the field of an Arrow type."""
-    if feature is not None and is_image(feature):
+    if is_image(feature):
         return TableField(str(kind), False, feature)
     storage = getattr(kind, "storage_type", kind)
     return TableField(str(kind), is_number(storage) or is_number_list(storage), feature)
@@ -71,13 +79,11 @@ class BlockColumns:
 
     Args:
         nbytes: What they keep in memory.
-        is_view: They may be views of the file, and change with it.
     """
 
-    def __init__(self, columns: dict[str, Column], nbytes: int, *, is_view: bool = False) -> None:
+    def __init__(self, columns: dict[str, Column], nbytes: int) -> None:
         self.columns = columns
         self.nbytes = nbytes
-        self.is_view = is_view
 
 
 class TableReader(BlockReader):
@@ -87,34 +93,32 @@ class TableReader(BlockReader):
         files: The files.
         blocks: All blocks with at least one row, in order.
         fields: The fields to load, in order.
-        decode: Decode images. If False, they are bytes.
         cache_bytes: Limit of the decoded blocks that each process keeps.
     """
 
     unit = "block"
     """What a block is in this format, for error messages."""
     has_views = False
-    """Columns may be views of a memory map."""
+    """Columns may be views of a memory map, and change with the file."""
 
     def __init__(
         self,
-        files: TableFiles,
+        files: SourceFiles,
         blocks: Sequence[TableBlock],
         fields: Mapping[str, TableField],
-        *,
-        decode: bool = True,
-        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+        options: ReadOptions,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        super().__init__(np.cumsum([0, *(one.num_rows for one in blocks)]), transforms=transforms)
+        starts = np.cumsum([0, *(one.num_rows for one in blocks)])
+        super().__init__(starts, transforms=options.transforms)
         refuse_unknown_fields(self._transforms, list(fields))
         self._files = files
         self._blocks = list(blocks)
         self._fields = dict(fields)
-        self._decode = decode
+        self._decode = options.decode
         self._row_shapes: dict[str, tuple[int, ...]] | None = None
         self._locks = _make_locks()
-        self.cache_bytes = cache_bytes
+        self.cache_bytes = check_count("cache_bytes", cache_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_locks": (0, [])}
@@ -148,7 +152,7 @@ class TableReader(BlockReader):
             raise
         except Exception as error:  # pyarrow's errors have many types
             raise self._damaged(block, describe(error)) from None
-        return BlockColumns(columns, num_bytes, is_view=self.has_views)
+        return BlockColumns(columns, num_bytes)
 
     def _block(self, block: int) -> BlockColumns:
         """Return a block from the cache, or decode it. Threads that need the same one wait."""
@@ -163,12 +167,17 @@ class TableReader(BlockReader):
 
     def _take(self, block: int, rows: list[int]) -> list[Any]:
         file = self._blocks[block].file
-        self._files.check_soon(file)
+        self._check_before([file])
         content = self._block(block)
         samples = [self._sample(content, row) for row in rows]
-        if content.is_view:
+        if self.has_views:
             self._files.check(file)
         return samples
+
+    def _check_before(self, files: Iterable[int]) -> None:
+        """Raise if a file has changed. Reading a map of one that is shorter ends the process."""
+        for file in files:
+            (self._files.check if self.has_views else self._files.check_soon)(file)
 
     def _sample(self, content: BlockColumns, row: int) -> dict[str, Any]:
         if not self._transforms:
@@ -209,15 +218,16 @@ class TableReader(BlockReader):
         """
         blocks = self._block_starts.searchsorted(index, side="right") - 1
         rows = index - self._block_starts[blocks]
-        for block in np.unique(blocks).tolist():
+        wanted = np.unique(blocks).tolist()
+        files = {self._blocks[block].file for block in wanted}
+        self._check_before(files)
+        for block in wanted:
             places = np.flatnonzero(blocks == block)
-            file = self._blocks[block].file
-            self._files.check_soon(file)
-            content = self._block(block)
-            for target, (name, column) in zip(out, content.columns.items(), strict=True):
+            columns = self._block(block).columns
+            for target, (name, column) in zip(out, columns.items(), strict=True):
                 copy_rows(self._rows_of(name, column), rows[places], target, places)
-            if content.is_view:
-                self._files.check(file)
+        for file in files if self.has_views else ():
+            self._files.check(file)
 
     def _rows_of(self, name: str, column: Column) -> np.ndarray:
         found = column.rows()
@@ -300,14 +310,12 @@ class TableSchema:
     Files without rows are not compared. Some programs write them without types.
 
     Args:
-        columns: The fields to load, or None for all.
+        options: Which fields to load.
         features: Features of Hugging Face datasets. None: those in the schema's metadata.
     """
 
-    def __init__(
-        self, columns: Sequence[str] | str | None, features: Mapping[str, Any] | None = None
-    ) -> None:
-        self._columns = columns
+    def __init__(self, options: ReadOptions, features: Mapping[str, Any] | None = None) -> None:
+        self._options = options
         self._features = features
         self._path = ""
         self._fields: dict[str, TableField] | None = None
@@ -325,6 +333,7 @@ class TableSchema:
             self._path, self._fields = path, self._choose(path, schema)
         else:
             self._compare(path, dict(zip(schema.names, schema.types, strict=True)), self._fields)
+        _refuse_duplicates(self._fields or (), schema.names, path)
 
     @property
     def fields(self) -> dict[str, TableField]:
@@ -336,7 +345,17 @@ class TableSchema:
     def _choose(self, path: str, schema: Any) -> dict[str, TableField]:
         known = read_features(schema.metadata) if self._features is None else self._features
         kinds = dict(zip(schema.names, schema.types, strict=True))
-        names = choose_columns(schema.names, self._columns, path)
+        names = self._options.choose(schema.names, path)
+        for name in names:
+            if not holds_images(kinds[name], known.get(name)):
+                raise BadStore(
+                    f"field {name!r} of {path} is {kinds[name]}, but the metadata of Hugging Face "
+                    "datasets calls it an Image",
+                    likely="the column was replaced after the metadata was written.",
+                    remedy="write the table again with table.replace_schema_metadata(None), or "
+                    "columns=[...] without this field",
+                    path=path,
+                )
         return {name: make_field(kinds[name], known.get(name)) for name in names}
 
     def _compare(self, path: str, kinds: dict[str, Any], fields: dict[str, TableField]) -> None:
@@ -347,13 +366,26 @@ class TableSchema:
             elif str(kinds[name]) != field.kind:
                 what = f"field {name!r} is {field.kind} in {self._path}, {kinds[name]} in {path}"
         extra = [name for name in kinds if name not in fields]
-        if extra and self._columns is None:
+        if extra and self._options.columns is None:
             what = what or f"{path} has the field {extra[0]!r}, {self._path} has not"
         if what is not None:
             raise BadStore(
                 f"the schema changes between files: {what}",
                 remedy="open_dataset(path, columns=[...]) with the fields that all files have, or "
                 "open the files as separate datasets",
+                path=path,
+            )
+
+
+def _refuse_duplicates(names: Iterable[str], known: list[str], path: str) -> None:
+    for name in names:
+        if known.count(name) > 1:
+            others = [one for one in names if known.count(one) == 1]
+            raise BadStore(
+                f"{path} has {known.count(name)} columns named {name!r}",
+                likely="tables were joined without renaming their columns.",
+                remedy=f"open_dataset(path, columns={others!r}), or write the table again with "
+                "table.rename_columns([...])",
                 path=path,
             )
 
@@ -372,23 +404,3 @@ def read_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def choose_columns(names: Sequence[str], columns: Any, path: str) -> list[str]:
-    """Return the fields to load: those asked for, in that order, or all.
-
-    Raises:
-        BadArgument: A field that was asked for does not exist.
-    """
-    if columns is None:
-        return list(names)
-    chosen = [columns] if isinstance(columns, str) else list(columns)
-    unknown = [name for name in chosen if name not in names]
-    if unknown or not chosen:
-        raise BadArgument(
-            f"{path} has no field {unknown[0]!r}; its fields are {', '.join(map(str, names))}"
-            if unknown
-            else "columns= is empty",
-            remedy=f"columns=[{names[0]!r}]" if names else None,
-        )
-    return chosen

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import lt
 from typing import Any, NamedTuple
@@ -15,8 +15,13 @@ from zlib import crc32
 
 import numpy as np
 
-from penstock.errors import BadArgument, BadImage, BadStore, Damaged, MissingExtra
-from penstock.sources.blocks import BlockReader, BlockTouches
+from penstock.errors import BadImage, BadStore, Damaged, MissingExtra
+from penstock.sources.blocks import (
+    BlockReader,
+    BlockTouches,
+    ReadOptions,
+    refuse_unknown_fields,
+)
 from penstock.sources.member_decoders import (
     MemberDecoder,
     is_cropped_inside,
@@ -71,24 +76,13 @@ class TarDataset(BlockReader):
 
     Args:
         paths: The archives.
-        columns: Load only these fields. ``__key__`` and ``__url__`` (the archive's path) are
-            fields too. None: all fields, and ``__key__``.
-        decode: Decode fields by their ending. False: hand out their bytes.
-        transforms: Functions of a field's value, by field name.
-        allow_pickle: Load pickled fields.
+        options: ``__key__`` and ``__url__`` (the archive's path) are columns too. By default, a
+            sample has all fields and ``__key__``.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        *,
-        columns: Sequence[str] | None = None,
-        decode: bool = True,
-        transforms: Mapping[str, Callable[[Any], Any]] | None = None,
-        allow_pickle: bool = False,
-    ) -> None:
+    def __init__(self, paths: Sequence[str], options: ReadOptions) -> None:
         indexes = open_indexes(paths)
-        self._files = SourceFiles(paths, [index.stamp for index, _ in indexes])
+        self._files = SourceFiles(paths, stamps=[index.stamp for index, _ in indexes])
         self._index_paths = [place for _, place in indexes]
         self._indexes: dict[int, TarIndex] = {n: index for n, (index, _) in enumerate(indexes)}
         self._first_blocks = [0]
@@ -98,7 +92,7 @@ class TarDataset(BlockReader):
             starts.append(index.block_starts[1:] + self._first_samples[-1])
             self._first_blocks.append(self._first_blocks[-1] + len(index.block_starts) - 1)
             self._first_samples.append(self._first_samples[-1] + len(index))
-        super().__init__(np.concatenate(starts), transforms=transforms)
+        super().__init__(np.concatenate(starts), transforms=options.transforms)
         if not self._length:
             raise BadStore(
                 f"{self._shown()} has no samples",
@@ -106,11 +100,11 @@ class TarDataset(BlockReader):
                 path=paths[0],
             )
         self._refuse_split_samples()
-        self.fields: tuple[str, ...] = self._choose_fields(columns, decode, allow_pickle)
+        self.fields: tuple[str, ...] = self._choose_fields(options)
         """The fields that occur in the archives, or the chosen ones."""
-        self._columns = None if columns is None else self.fields
-        self._is_decoded = decode
-        self._allow_pickle = allow_pickle
+        self._columns = None if options.columns is None else self.fields
+        self._is_decoded = options.decode
+        self._allow_pickle = options.allow_pickle
         self._prepare()
 
     def _prepare(self) -> None:
@@ -119,20 +113,14 @@ class TarDataset(BlockReader):
         self._steps: dict[int, list[FieldStep | None]] = {}
         self._touches = BlockTouches()
 
-    def _choose_fields(
-        self, columns: Sequence[str] | None, decode: bool, allow_pickle: bool
-    ) -> tuple[str, ...]:
+    def _choose_fields(self, options: ReadOptions) -> tuple[str, ...]:
         present = dict.fromkeys(name for one in self._indexes.values() for name in one.field_names)
         known = (KEY, *present)
-        chosen = known if columns is None else (columns,) if isinstance(columns, str) else columns
-        for name in (*chosen, *self._transforms):
-            if name not in (*known, URL):
-                raise BadArgument(
-                    f"no sample of {self._shown()} has a field {name!r}",
-                    remedy=f"the fields are {', '.join(known)}",
-                )
-        if decode and not allow_pickle:
-            refuse_pickles(list(chosen), self._shown())
+        names = known if options.columns is None else (*known, URL)
+        chosen = options.choose(names, self._shown())
+        refuse_unknown_fields(self._transforms, (*known, URL))
+        if options.decode and not options.allow_pickle:
+            refuse_pickles(chosen, self._shown())
         return tuple(chosen)
 
     def _refuse_split_samples(self) -> None:
@@ -354,9 +342,9 @@ class TarDataset(BlockReader):
         return f"{self._files.paths[span.archive]}, key {key!r}{place}"
 
 
-def open_tars(paths: Sequence[str], **options: Any) -> TarDataset:
+def open_tars(paths: Sequence[str], options: ReadOptions) -> TarDataset:
     """Return a dataset over archives for :func:`penstock.open_dataset`."""
     for path in paths:
         if os.path.isdir(path):
             raise BadStore(f"{path} has no .tar files", remedy="a folder of .tar files", path=path)
-    return TarDataset(paths, **options)
+    return TarDataset(paths, options)

@@ -32,6 +32,7 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
     b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
 }
+_OTHERS = {b"PAR1": "parquet", b"ARROW1": "arrow"}
 _SPARSE = re.compile(rb"GNU\.sparse")
 _REGULAR = frozenset(b"0\x007")
 _LINKS = {ord("1"): "a hard link", ord("2"): "a symbolic link", ord("S"): "a sparse file"}
@@ -217,6 +218,8 @@ class _Scan:
                     remedy=f"{program} {self._path}",
                     path=self._path,
                 )
+        if len(start) < BLOCK:
+            self._damaged(0, f"it has {len(start)} bytes, so it has another format or is truncated")
 
     def _refuse(self, name: bytes, place: int, kind: str) -> NoReturn:
         raise BadStore(
@@ -239,9 +242,14 @@ class _Scan:
 
     def _damaged(self, place: int, detail: str) -> NoReturn:
         if not place:
+            start = self._read(0, 8)
+            kind = next((name for magic, name in _OTHERS.items() if start.startswith(magic)), None)
             raise BadStore(
                 f"{self._path} is not a tar archive: {detail}",
-                likely="it has another format, or its first bytes are damaged.",
+                likely=f"its first bytes are those of {kind!r}."
+                if kind
+                else "it has another format, or its first bytes are damaged.",
+                remedy=f"open_dataset({self._path!r}, format={kind!r})" if kind else None,
                 path=self._path,
             )
         raise BadStore(

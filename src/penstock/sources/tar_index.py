@@ -32,7 +32,7 @@ import numpy as np
 from penstock.errors import BadStore, Damaged
 from penstock.machine.cache_folder import cache_folder
 from penstock.sources.array_files import map_file
-from penstock.sources.source_files import FileStamp, read_stamp
+from penstock.sources.source_files import FileStamp, open_regular, read_stamp
 from penstock.sources.tar_headers import BLOCK, scan_members, split_name
 
 ENDING = ".penstock-index"
@@ -134,7 +134,7 @@ def build_index(path: str, tell: Callable[[int], None] = lambda place: None) -> 
     """
     stamp = read_stamp(path)
     builder = _Builder(path)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    descriptor = open_regular(path)
     try:
         for number, (name, offset, size, check) in enumerate(scan_members(descriptor, path)):
             builder.add(name, offset, size, check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import BadArgument, BadStore, CannotPack
@@ -12,6 +13,7 @@ from penstock.sources.columns import Column, FixedColumn, ShardRows
 from penstock.sources.fields import array_of
 from penstock.sources.manifest import FieldSchema
 from penstock.sources.packed import ColumnDataset
+from penstock.sources.source_files import FileStamp, SourceFiles
 
 _ONLY_TENSORS = "torch.save a tensor, or a list or dict of tensors, and nothing else"
 
@@ -26,8 +28,12 @@ class TensorFiles:
 
     draws_nothing = True
 
-    def __init__(self, paths: dict[str, str], form: str) -> None:
+    def __init__(
+        self, paths: dict[str, str], form: str, stamps: Sequence[FileStamp] | None = None
+    ) -> None:
         self._paths = paths
+        self.files = SourceFiles(list(paths.values()), stamps=stamps)
+        self.files.check_all()
         self.form = form
         self.columns: dict[str, Column] = {}
         self.schemas: tuple[FieldSchema, ...] = ()
@@ -54,7 +60,7 @@ class TensorFiles:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorFiles, (self._paths, self.form)
+        return TensorFiles, (self._paths, self.form, self.files.stamps)
 
     def _add(self, name: str, mapped: MappedArray, dtype: str, path: str) -> None:
         array = mapped.array

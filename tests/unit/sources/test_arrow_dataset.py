@@ -187,12 +187,57 @@ def test_a_folder_of_splits_says_which_there_are(tmp_path: Any) -> None:
         penstock.open_dataset(tmp_path / "all")
     assert repr(str(tmp_path / "all" / "train")) in str(caught.value)
     assert len(penstock.open_dataset(tmp_path / "all" / "train")) == 10
+    with open(tmp_path / "all" / "dataset_dict.json", "w", encoding="utf-8") as file:
+        json.dump({"splits": ["train"]}, file)
+    assert len(penstock.open_dataset(tmp_path / "all")) == 10  # the only split
 
 
-@pytest.mark.parametrize("state", [{"_data_files": []}, {"_data_files": None}])
-def test_an_incomplete_set_is_named(tmp_path: Any, state: dict[str, Any]) -> None:
-    with pytest.raises(BadStore, match="not a complete Hugging Face dataset"):
-        penstock.open_dataset(write_set(tmp_path / "set", **state))
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [([], "set has no samples"), (None, "not a complete Hugging Face dataset")],
+)
+def test_an_empty_or_incomplete_set_is_named(tmp_path: Any, files: Any, words: str) -> None:
+    with pytest.raises(BadStore, match=words):
+        penstock.open_dataset(write_set(tmp_path / "set", _data_files=files))
+
+
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_columns_of_the_same_name_are_refused_if_they_are_loaded(
+    tmp_path: Any, ending: str
+) -> None:
+    arrays = [pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])]
+    table = pa.Table.from_arrays(arrays, names=["a", "a", "b"])
+    path = str(tmp_path / f"x.{ending}")
+    if ending == "arrow":
+        write_table(path, table, "file")
+    else:
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    with pytest.raises(BadStore, match="has 2 columns named 'a'") as caught:
+        penstock.open_dataset(path)
+    assert "columns=['b']" in str(caught.value)
+    assert penstock.open_dataset(path, columns=["b"])[1] == {"b": 6}
+
+
+@pytest.mark.parametrize(
+    ("values", "feature", "words"),
+    [
+        ([1], {"_type": "Image"}, "field 'n' of .* is int64, but .* calls it an Image"),
+        ([[1]], [{"_type": "Image"}], "is list<item: int64>, but"),
+        ([b"P6 1 1 255 abc"], {"_type": "Image"}, None),
+    ],
+)
+def test_a_column_that_cannot_hold_images_is_not_called_one(
+    tmp_path: Any, values: Any, feature: Any, words: str | None
+) -> None:
+    features = json.dumps({"info": {"features": {"n": feature}}})
+    table = pa.table({"n": values}).replace_schema_metadata({"huggingface": features})
+    write_table(str(tmp_path / "x.arrow"), table, "file")
+    if words is None:
+        sample = penstock.open_dataset(tmp_path / "x.arrow")[0]
+        assert sample["n"].flatten().tolist() == list(b"abc")
+        return
+    with pytest.raises(BadStore, match=words):
+        penstock.open_dataset(tmp_path / "x.arrow")
 
 
 def test_a_missing_file_of_a_set_is_named(tmp_path: Any) -> None:

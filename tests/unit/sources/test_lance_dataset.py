@@ -82,7 +82,7 @@ def test_deleted_rows_are_left_out_and_later_versions_are_not_seen(tmp_path: Any
     assert new.block_starts.tolist() == [0, 3, 7]
     assert [old[n]["n"] for n in range(10)] == list(range(10))
     assert len(penstock.open_dataset(path, version=1)) == 10
-    with pytest.raises(BadStore, match=r"set\.lance cannot be opened"):
+    with pytest.raises(BadStore, match=r"has no version 99. Its latest versions are 1, 2"):
         penstock.open_dataset(path, version=99)
 
 
@@ -105,6 +105,12 @@ def test_a_truncated_data_file_raises_for_its_samples_only(tmp_path: Any) -> Non
     with pytest.raises(Damaged, match=r"set\.lance cannot be read"):
         data[5]
     assert data[3]["n"] == 3
+
+
+def test_a_set_without_rows_has_its_fields(tmp_path: Any) -> None:
+    lance.write_dataset(pa.table({"n": pa.array([], pa.int64())}), str(tmp_path / "set.lance"))
+    data = penstock.open_dataset(tmp_path / "set.lance")
+    assert (len(data), data.fields) == (0, ("n",))
 
 
 def test_a_folder_that_is_not_lance_is_named(tmp_path: Any) -> None:

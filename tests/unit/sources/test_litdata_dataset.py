@@ -237,6 +237,9 @@ def test_tokens_are_read_in_samples_of_block_size(tmp_path: Any) -> None:
     assert pickle.loads(pickle.dumps(data))[3].tolist() == [17, 18, 19, 20]
     with pytest.raises(BadArgument, match="length of a sample"):
         penstock.open_dataset(path)
+    for wrong, words in (("7", "must be an integer"), (0, "must be at least 1")):
+        with pytest.raises(BadArgument, match=f"block_size={wrong!r} {words}"):
+            penstock.open_dataset(path, block_size=wrong)
     assert token_dtype("no_header_numpy:0") == np.int8
 
 

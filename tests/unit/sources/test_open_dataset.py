@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +111,51 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         penstock.open_dataset(tmp_path, format="tfrecord")
 
 
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(BadArgument, match="list of paths is empty"):
-        penstock.open_dataset([])
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        ([], {}, "list of paths is empty"),
+        (None, {}, "a path is None, which is neither text nor a Path"),
+        ([None], {}, "a path is None"),
+        (5, {}, "a path is 5"),
+        ("shard-000.tar", {"column": ["cls"]}, "argument 'column'. Did you mean 'columns'?"),
+        ("shard-000.tar", {"cache_bytes": -1}, "'cache_bytes'. The options for format='tar' are"),
+        ("shard-000.tar", {"columns": []}, "columns= is empty"),
+        ("shard-000.tar", {"columns": 5}, "has no field 5; its fields are __key__, x.npy"),
+        (["shard-000.tar"] * 2, {"format": "mds"}, "reads one folder at a time"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, options: Any, words: str
+) -> None:
+    write_shards(tmp_path, [3])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((BadArgument, TypeError), match=re.escape(words)):
+        penstock.open_dataset(given, **options)
+
+
+def test_a_folder_of_two_formats_is_refused_unless_one_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [3])
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadStore, match="several formats: 1 of 'parquet', 1 of 'tar'"):
+        penstock.open_dataset(tmp_path)
+    assert len(penstock.open_dataset(tmp_path, format="tar")) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes of POSIX")
+@pytest.mark.parametrize(
+    "name", ["a.tar", "set/index.json", "set/manifest.json", "set/cat/1.jpg", "a.npy"]
+)
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name == "a.npy":
+        with pytest.raises(BadStore, match="it is a named pipe"):
+            penstock.open_tensors(tmp_path / name)
+        return
+    path = tmp_path / name.partition("/")[0]
+    with pytest.raises((BadStore, OSError), match="it is a named pipe, not a regular file"):
+        penstock.open_dataset(path)[0]
 
 
 def test_a_compressed_archive_is_recognised_and_refused_with_the_reason(tmp_path: Path) -> None:

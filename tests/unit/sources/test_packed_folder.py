@@ -6,6 +6,7 @@ Covers packed_folder, packed and manifest.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ def test_a_manifest_that_contradicts_itself_is_refused_at_opening(
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(BadStore, match=told):
         Packed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("", "it has no file manifest.json"), ("absent", "there is no such folder")],
+)
+def test_a_folder_that_is_no_packed_set_is_told_apart_from_none(
+    tmp_path: Path, name: str, told: str
+) -> None:
+    folder = os.path.join(tmp_path, name).rstrip(os.sep)
+    with pytest.raises(BadStore, match=told) as caught:
+        Packed(folder)
+    assert f"penstock pack {folder if not name else 'SOURCE'} " in str(caught.value)
 
 
 def test_a_manifest_cannot_ask_for_memory(tmp_path: Path) -> None:

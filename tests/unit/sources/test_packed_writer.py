@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import DataLoader, Field, cached, pack
+from penstock import DataLoader, Field, cached, pack, packing
 from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite
+from penstock.sources.packed_writer import PackSpec
+from support.packed_sets import Mixed, digest
 
 pytestmark = pytest.mark.windows
 
@@ -103,6 +106,72 @@ def test_few_samples_are_loaded_more_than_once(tmp_path: Path) -> None:
     assert sum(again.times) == 0
 
 
+def test_pieces_give_the_bytes_of_whole_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(Mixed(50), tmp_path / "whole", workers=0, shard_bytes=3000)
+    assert len(list((tmp_path / "whole").glob("label-*.npy"))) > 1
+    for rows in (1, 4, 7):
+        monkeypatch.setattr(packing, "choose_piece_rows", lambda spec, workers, rows=rows: rows)
+        pack(Mixed(50), tmp_path / f"{rows}", workers=0, shard_bytes=3000)
+        assert digest(tmp_path / f"{rows}") == digest(tmp_path / "whole")
+    other = pack(Mixed(51), tmp_path / "other", workers=0, shard_bytes=3000)  # control
+    assert len(other) == 51
+    assert digest(tmp_path / "other") != digest(tmp_path / "whole")
+
+
+class Interrupted(Counted):
+    """Raises KeyboardInterrupt at one sample, as Ctrl-C does, once it is armed."""
+
+    packed_fingerprint = staticmethod(lambda: "")
+    at = -1
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.at:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_what_was_done_before_ctrl_c_is_not_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "choose_piece_rows", lambda spec, workers: 10)
+    data = Interrupted(100)
+    data.at = 55
+    with pytest.raises(KeyboardInterrupt):
+        pack(data, tmp_path / "set", workers=0)
+    assert len(list((tmp_path / "set").glob("piece-*"))) == 5  # one shard, which is not finished
+    data.at, data.times = -1, [0] * 100
+    assert len(pack(data, tmp_path / "set", workers=0)) == 100
+    assert sum(data.times[8:50]) <= 8 + 4  # only inspected
+    assert min(data.times[50:]) == 1
+    assert not list((tmp_path / "set").glob("piece-*"))
+
+
+def test_slow_samples_are_packed_in_pieces_of_seconds() -> None:
+    spec = PackSpec(
+        num_samples=10_000,
+        shard_rows=10_000,
+        form="value",
+        fields=(),
+        fingerprint="",
+        attributes={},
+        sample_bytes=8,
+        sample_s=0.02,
+    )
+    assert packing.choose_piece_rows(spec, 2) == 100  # 2 s
+    fast = replace(spec, sample_s=1e-6)
+    assert packing.choose_piece_rows(fast, 2) == 0  # control: joining would cost more
+    many = replace(spec, num_samples=1_000_000, shard_rows=10_000)
+    assert packing.choose_piece_rows(many, 2) == 1500  # 30 s: there are shards for all workers
+    slow = replace(spec, sample_s=1e3)
+    assert packing.choose_piece_rows(slow, 2) == 3  # never more than 4,096 pieces
+    pieces = replace(spec, num_samples=1001, shard_rows=500, piece_rows=300)
+    numbers = [number for shard in range(pieces.num_shards) for number in pieces.pieces(shard)]
+    assert [index for number in numbers for index in pieces.indices(number)] == [*range(1001)]
+    assert [len(pieces.indices(number)) for number in numbers] == [300, 200, 300, 200, 1]
+
+
 def test_an_error_of_the_users_own_says_which_sample_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="torn") as caught:
         pack(Torn(), tmp_path / "set", workers=0, shard_bytes=80)
@@ -126,7 +195,7 @@ def test_a_map_that_loses_results_is_named(tmp_path: Path) -> None:
         pack([1], tmp_path / "set", map=5)  # type: ignore[arg-type]
     with pytest.raises(CannotPack, match="longer_side='x' must be an integer"):
         Field(longer_side="x")  # type: ignore[arg-type]
-    with pytest.raises(BadArgument, match=r"no result for shard 8 \(2 of 10 shards"):
+    with pytest.raises(BadArgument, match=r"no result for number 8 \(2 of 10 results"):
         pack(list(range(10)), tmp_path / "set", map=lose, shard_bytes=1)
     again = pack(list(range(10)), tmp_path / "set", workers=0, shard_bytes=1)
     assert [again[index] for index in range(10)] == list(range(10))

@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock.engine.memory.batch_layout import LayoutError
 from penstock.errors import BadArgument, BadStore, Damaged
-from penstock.sources import table_files
+from penstock.sources import source_files
 from penstock.sources.parquet_dataset import ParquetDataset
 
 pa: Any = pytest.importorskip("pyarrow")
@@ -292,7 +292,7 @@ def test_files_without_rows_are_left_out(tmp_path: Any) -> None:
 def test_a_file_that_was_replaced_is_an_error_not_another_sample(
     tmp_path: Any, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table_files, "CHECK_EVERY_S", 0 if is_cached else 1000)
+    monkeypatch.setattr(source_files, "CHECK_EVERY_S", 0 if is_cached else 1000)
     paths = write_files(tmp_path)
     data = penstock.open_dataset(tmp_path, columns=["n"])
     index, out = np.array([0]), [np.zeros((1, 8), np.uint8)]

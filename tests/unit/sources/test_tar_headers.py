@@ -171,6 +171,15 @@ def test_an_empty_file_is_no_archive(tmp_path: Path) -> None:
     assert scan(tmp_path / "a.tar") == []
 
 
+@pytest.mark.parametrize("num_bytes", [100, 5000])
+def test_a_file_of_another_format_is_named(tmp_path: Path, num_bytes: int) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1".ljust(num_bytes, b"1"))
+    with pytest.raises(BadStore, match="is not a tar archive") as caught:
+        scan(tmp_path / "a.parquet")
+    assert "format='parquet'" in str(caught.value)
+    assert "truncate -s" not in str(caught.value)
+
+
 @pytest.mark.parametrize("content", [b"\x93NUMPY" * 500, b"a" * 5000, bytes(range(1, 256)) * 20])
 def test_garbage_is_not_a_tar_archive(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.tar").write_bytes(content)

@@ -1,0 +1,76 @@
+"""URLs of sets in object storage.
+
+Tested by ``tests/unit/sources/remote/test_block_layout.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.errors import BadArgument, MissingExtra
+
+SCHEMES = ("s3", "gs", "az", "http", "https", "file")
+FSSPEC_SCHEMES = ("hf", "sftp", "hdfs", "smb", "local")
+"""Read through fsspec, which is installed with torch. It names the package that a scheme needs."""
+_SECRET_NAMES = re.compile("SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY|SAS", re.I)
+_MIN_SECRET = 8
+
+
+def check_url(url: str) -> str:
+    """Return the URL of a set without a slash at the end, or raise BadArgument.
+
+    Example:
+        >>> check_url("s3://bucket/set/")
+        's3://bucket/set'
+    """
+    found = urlsplit(url)
+    known = (*SCHEMES, *FSSPEC_SCHEMES)
+    if found.scheme not in known:
+        raise BadArgument(
+            f"{found.scheme}:// is not supported; a set can be at {', '.join(known)}://",
+            remedy="Packed('s3://bucket/set')",
+        )
+    if "@" in found.netloc or found.query or found.fragment:
+        # Such a URL often holds a password or a signature, and URLs are shown and stored.
+        raise BadArgument(
+            f"the URL of a set at {found.scheme}://{found.netloc.rpartition('@')[2]} must not "
+            "contain a user name, a password or a query",
+            likely="credentials were put in the URL.",
+            remedy="set the provider's environment variables, such as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY",
+        )
+    if not found.netloc and found.scheme not in ("file", "local"):
+        raise BadArgument(f"{url!r} has no bucket or host", remedy="Packed('s3://bucket/set')")
+    return url.rstrip("/")
+
+
+def uses_fsspec(url: str) -> bool:
+    return url.partition("://")[0] in FSSPEC_SCHEMES
+
+
+def require_obstore(url: str) -> None:
+    """Raise MissingExtra if the library for object storage is not installed."""
+    if not uses_fsspec(url) and importlib.util.find_spec("obstore") is None:
+        raise MissingExtra(
+            f"obstore, which reads {url.partition('://')[0]}:// sets, is not installed",
+            remedy='pip install "penstock[remote]"',
+        )
+
+
+def without_secrets(text: Any) -> str:
+    """Return the text of an error with the values of secret environment variables removed.
+
+    Example:
+        >>> os.environ["SOME_TOKEN"] = "hidden-value"
+        >>> without_secrets("refused: hidden-value")
+        'refused: ***'
+    """
+    found = " ".join(str(text).split())
+    for name, value in os.environ.items():
+        if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name):
+            found = found.replace(value, "***")
+    return found

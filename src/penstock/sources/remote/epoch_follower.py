@@ -1,0 +1,390 @@
+"""Publishes the order and the position of a loader to the cache, from a thread of its process.
+
+At the beginning of an epoch the blocks of its first batches are computed and written at once. The
+thread then computes the rest and the next epoch, writes the position several times a second, and
+sees to it that a downloader is alive. A loader that stops costs nothing: its heartbeat ends with
+its process, and the cache no longer keeps blocks for it.
+
+Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import BadArgument
+from penstock.order.samplers import Order, SeededOrder
+from penstock.sources.columns import FixedColumn
+from penstock.sources.file_locks import lock_file
+from penstock.sources.remote.block_files import BlockFiles
+from penstock.sources.remote.block_layout import BLOCK_BYTES, blocks_between, describe_bytes
+from penstock.sources.remote.cache_table import (
+    ORDERS,
+    CacheTable,
+    is_fresh,
+    join_position,
+    split_position,
+)
+from penstock.sources.remote.remote_rows import RemoteRows
+from penstock.sources.remote.use_order import largest_batch, merge_uses, write_uses
+
+_POSITION_S, _CHECK_S = 0.02, 0.5
+_FIRST_BATCHES = 64
+_CHUNK = 1 << 14
+_MAX_SAMPLES = 1 << 22
+"""Samples of an epoch whose blocks are published. Later ones count as needed last."""
+_LOCK_LIMIT_S = 5.0
+_MAX_COST = 1.5
+"""Downloads of an epoch, as a multiple of the set, beyond which the plan names them."""
+Pairs = tuple[np.ndarray, np.ndarray]
+_followers: weakref.WeakKeyDictionary[Any, EpochFollower] = weakref.WeakKeyDictionary()
+
+
+def follow_epoch(
+    dataset: Any, epoch_state: Any, order: Order | None, sampler: Any, batch_size: int | None
+) -> None:
+    """Publish the epoch that a loader begins. Called by the loader in the training process.
+
+    Args:
+        dataset: A :class:`penstock.Packed` over object storage.
+        epoch_state: The loader's :class:`~penstock.order.epoch_state.EpochState`.
+        order: The Penstock order of its samples, or None.
+
+    Raises:
+        BadArgument: The cache is smaller than the blocks of one batch.
+    """
+    if order is None and type(sampler).__name__ == "SequentialSampler":
+        order = SeededOrder(len(dataset), shuffle=False)
+    notes = [] if order is not None else [_FOREIGN_NOTE]
+    for files in dataset._files:
+        files.order_notes = notes
+    if order is None:
+        return
+    follower = _followers.get(epoch_state)
+    if follower is None or follower.process != os.getpid():
+        follower = _followers[epoch_state] = EpochFollower(dataset, epoch_state)
+    cost = follower.begin(order.starting_at(epoch_state.start), batch_size or 1)
+    for files in dataset._files:
+        files.order_notes = cost
+
+
+_FOREIGN_NOTE = (
+    "The order of the samples is not Penstock's, so blocks are downloaded when they are needed, "
+    "and those unused for longest are evicted first. With DataLoader(..., seed=0) or "
+    "sampler=dataset.block_order() they are downloaded ahead."
+)
+
+
+class EpochFollower:
+    """Follows the epochs of one loader."""
+
+    def __init__(self, dataset: Any, epoch_state: Any) -> None:
+        self.process = os.getpid()
+        self._dataset = dataset
+        self._epoch_state = weakref.ref(epoch_state)
+        self._published = [
+            _Slot(folder.files, folder.options) for folder in _distinct(dataset._files)
+        ]
+        self._epochs: dict[int, dict[BlockFiles, np.ndarray]] = {}
+        """Uses of whole epochs that were computed: this one and the next."""
+        self._mutex = threading.Lock()
+        self._number = self._num_begun = 0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, order: Order, batch_size: int) -> list[str]:
+        """Publish the first batches of an epoch, and let the thread do the rest.
+
+        Returns:
+            What the plan says about the cost of the order, if it is large.
+        """
+        first = self._pairs(order, batch_size, 0, _FIRST_BATCHES * batch_size)
+        num_parts = max(1.0, len(order) / (_FIRST_BATCHES * batch_size))
+        costs = []
+        for slot in self._published:
+            slot.check_limit(*first[slot.files])
+            costs += slot.describe_cost(merge_uses(*first[slot.files]), num_parts)
+        with self._mutex:
+            self._number += 1
+            known = None if order.start else self._epochs.get(order.epoch)
+            self._publish([known or {files: merge_uses(*one) for files, one in first.items()}], 0)
+            self._job = self._number, copy.copy(order), batch_size
+            self._num_begun = getattr(self._epoch_state(), "num_begun", 0)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._run, name="penstock-cache-position", daemon=True
+            )
+            self._thread.start()
+        return costs
+
+    # -- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        number, next_check_s = 0, 0.0
+        while self._epoch_state() is not None:
+            if self._job[0] != number:
+                number = self._job[0]
+                self._publish_epochs(*self._job)
+            self._write_position()
+            if time.monotonic() > next_check_s:
+                next_check_s = time.monotonic() + _CHECK_S
+                for slot in self._published:
+                    slot.keep_alive()
+            time.sleep(_POSITION_S)
+        for slot in self._published:
+            slot.leave()
+
+    def _write_position(self) -> None:
+        state = self._epoch_state()
+        with self._mutex:
+            # A state that has begun the next epoch does not count batches of the published one.
+            is_old = state is None or state.num_begun != self._num_begun
+            for slot in self._published:
+                slot.write_position(None if is_old or state is None else state.num_batches)
+
+    def _publish_epochs(self, number: int, order: Order, batch_size: int) -> None:
+        """Compute and publish this epoch and the next."""
+        following = copy.copy(order).starting_at(0)
+        following.set_epoch(order.epoch + 1)
+        parts = []
+        for one in (order, following):
+            known = self._epochs.get(one.epoch) if not one.start else None
+            if known is None:
+                known = self._whole_epoch(number, one, batch_size)
+                if known is None:  # another epoch has begun
+                    return
+            parts.append(known)
+            if not one.start:
+                self._epochs[one.epoch] = known
+            with self._mutex:
+                if self._job[0] != number:
+                    return
+                self._publish(parts, None, -(-len(order) // batch_size))
+        for epoch in set(self._epochs) - {order.epoch, following.epoch}:
+            del self._epochs[epoch]
+
+    def _whole_epoch(
+        self, number: int, order: Order, batch_size: int
+    ) -> dict[BlockFiles, np.ndarray] | None:
+        found: list[dict[BlockFiles, Pairs]] = []
+        step = max(1, _CHUNK // batch_size) * batch_size
+        for first in range(0, min(len(order), _MAX_SAMPLES), step):
+            found.append(self._pairs(order, batch_size, first, first + step))
+            self._write_position()
+            if self._job[0] != number or self._epoch_state() is None:
+                return None
+        return {
+            slot.files: merge_uses(*_join([one[slot.files] for one in found]))
+            for slot in self._published
+        }
+
+    def _publish(
+        self, epochs: list[dict[BlockFiles, np.ndarray]], tick: int | None, num_batches: int = 0
+    ) -> None:
+        for slot in self._published:
+            uses = [
+                one[slot.files] + np.array([0, turn * num_batches, turn * num_batches])
+                for turn, one in enumerate(epochs)
+            ]
+            slot.publish(np.concatenate(uses), tick)
+
+    def _pairs(
+        self, order: Order, batch_size: int, first: int, last: int
+    ) -> dict[BlockFiles, Pairs]:
+        """Return the batches and blocks of this rank's samples from ``first`` to ``last``."""
+        places = np.arange(first, min(last, len(order)))
+        rows = order.indices(first, last)
+        if self._dataset._rows is not None:
+            rows = self._dataset._rows_at(rows)
+        found: dict[BlockFiles, list[Pairs]] = {slot.files: [] for slot in self._published}
+        for column in self._dataset._columns:
+            for files, owners, blocks in blocks_of_rows(column, rows):
+                found[files].append((places[owners] // batch_size, blocks))
+        return {files: _unique(_join(pairs)) for files, pairs in found.items()}
+
+
+class _Slot:
+    """The place of one loader in the table of one set."""
+
+    def __init__(self, files: BlockFiles, options: Any) -> None:
+        self.files = files
+        self._options = options
+        self._token = secrets.randbits(62) + 1
+        self._table: CacheTable | None = None
+        self._place: int | None = None
+        self._number = 0
+        self._uses: np.ndarray | None = None
+
+    def check_limit(self, batches: np.ndarray, blocks: np.ndarray) -> None:
+        """Raise BadArgument if the cache is too small for one batch."""
+        needed = largest_batch(batches, blocks, self.files.layout.block_bytes)
+        if needed > self._options.max_bytes:
+            raise BadArgument(
+                f"cache_bytes={self._options.max_bytes} is too small: one batch needs blocks of "
+                f"{describe_bytes(needed)}",
+                likely="the samples of a batch lie in many blocks, as in a full shuffle.",
+                remedy=f"cache_bytes={8 * needed}, or sampler=dataset.block_order()",
+            )
+
+    def describe_cost(self, uses: np.ndarray, num_parts: float) -> list[str]:
+        """Return a note if an epoch downloads much more than the set.
+
+        Args:
+            uses: Those of one of ``num_parts`` equal parts of the epoch.
+        """
+        sizes, limit = self.files.layout.block_bytes, self._options.max_bytes
+        num_bytes = self.files.layout.num_bytes
+        missed = max(0.0, 1.0 - limit / max(1, num_bytes))
+        cost = float(sizes[uses[:, 0]].sum()) * num_parts * missed
+        if cost < _MAX_COST * num_bytes:
+            return []
+        return [
+            f"In this order, an epoch downloads about {describe_bytes(cost)}, because the set is "
+            "larger than the cache and each batch needs many blocks. "
+            f"sampler=dataset.block_order() downloads at most {describe_bytes(num_bytes)}."
+        ]
+
+    def publish(self, uses: np.ndarray, tick: int | None) -> None:
+        """Write the uses to a file, then refer to it in the table."""
+        self._uses = uses
+        if not self._has_place():
+            return
+        assert self._table is not None
+        folder, slot = self._table.folder, self._table.readers[self._place]
+        self._number += 1
+        with contextlib.suppress(OSError):  # full, or removed: the cache then works as LRU
+            write_uses(os.path.join(folder, ORDERS, f"{self._token}-{self._number}"), uses)
+            if tick is None:
+                tick = split_position(int(slot["position"]))[1]
+            slot["position"] = join_position(self._number, tick)
+            slot["beat"] = time.monotonic()
+            os.unlink(os.path.join(folder, ORDERS, f"{self._token}-{self._number - 1}"))
+
+    def write_position(self, tick: int | None) -> None:
+        """Write the number of batches delivered, and the heartbeat. None: as before."""
+        if self._place is not None and self._table is not None:
+            slot = self._table.readers[self._place]
+            if tick is not None:
+                order = split_position(int(slot["position"]))[0]
+                slot["position"] = join_position(order, tick)
+            slot["beat"] = time.monotonic()
+
+    def keep_alive(self) -> None:
+        """Start a downloader if there is none, and move to a new table if there is one."""
+        if self._table is None or not self._table.is_current():
+            self._place = None
+            if self._uses is not None:
+                self.publish(self._uses, None)
+        elif not self._table.is_served():
+            self.files.starter.start()
+
+    def leave(self) -> None:
+        if self._place is not None and self._table is not None:
+            self._table.readers[self._place]["token"] = 0
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._table.folder, ORDERS, f"{self._token}-{self._number}"))
+
+    def _has_place(self) -> bool:
+        """Take a free place in the table, if this loader has none."""
+        if self._place is not None:
+            return True
+        self._table = self.files.current_table()
+        with _table_lock(self._table.folder) as is_mine:
+            for place, slot in enumerate(self._table.readers if is_mine else ()):
+                if slot["token"] and is_fresh(float(slot["beat"])):
+                    continue
+                slot["position"] = 0
+                slot["max_bytes"] = self._options.max_bytes
+                slot["ahead_bytes"] = self._options.ahead_bytes
+                slot["beat"], slot["token"] = time.monotonic(), self._token
+                self._place = place
+                return True
+        return False
+
+
+@contextlib.contextmanager
+def _table_lock(folder: str) -> Iterator[bool]:
+    """Hold the lock for taking places. Yields False if it cannot be had in time."""
+    descriptor = os.open(os.path.join(folder, "readers.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        deadline_s = time.monotonic() + _LOCK_LIMIT_S
+        while not (is_mine := lock_file(descriptor, waits=False)):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(_POSITION_S)
+        yield is_mine
+    finally:
+        os.close(descriptor)
+
+
+def blocks_of_rows(column: Any, rows: np.ndarray) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
+    """Yield (files, which row, block) for each block that rows of a column need."""
+    first_rows = np.asarray(column.first_rows)
+    numbers = first_rows.searchsorted(rows, side="right") - 1
+    inner = rows - first_rows[numbers]
+    if isinstance(column, FixedColumn):
+        shards: list[Any] = column.shards
+        yield from _fixed_blocks(shards, numbers, inner, inner + 1)
+        return
+    parts: list[list[Any]] = [list(some) for some in zip(*column.shards, strict=True)]
+    data, offsets, shapes = parts
+    yield from _fixed_blocks(offsets, numbers, inner, inner + 2)
+    if shapes[0] is not None:
+        yield from _fixed_blocks(shapes, numbers, inner, inner + 1)
+    starts, ends = np.empty_like(inner), np.empty_like(inner)
+    for number in np.unique(numbers).tolist():
+        mine = numbers == number
+        low, high = int(inner[mine].min()), int(inner[mine].max())
+        found = offsets[number].read(low, high + 2)
+        starts[mine], ends[mine] = found[inner[mine] - low], found[inner[mine] - low + 1]
+    yield from _fixed_blocks(data, numbers, starts, ends)
+
+
+def _fixed_blocks(
+    shards: list[RemoteRows], numbers: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
+) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
+    if not shards or not shards[0].row_bytes:
+        return
+    row_bytes = max(shard.row_bytes for shard in shards)
+    sets = {id(shard.files): shard.files for shard in shards}
+    first_blocks = np.array([shard.first_block for shard in shards], np.int64)
+    header, tails = shards[0].data_start, np.array([shard.tail_bytes for shard in shards])[numbers]
+    blocks, owners = blocks_between(header + firsts * row_bytes, header + lasts * row_bytes, tails)
+    blocks = blocks + first_blocks[numbers[owners]]
+    if len(sets) == 1:
+        yield shards[0].files, owners, blocks
+        return
+    of_set = np.array([list(sets).index(id(shard.files)) for shard in shards])
+    for place, files in enumerate(sets.values()):
+        mine = of_set[numbers[owners]] == place
+        yield files, owners[mine], blocks[mine]
+
+
+def _distinct(folders: Any) -> list[Any]:
+    return list({id(folder.files): folder for folder in folders}.values())
+
+
+def _join(pairs: list[Pairs]) -> Pairs:
+    if not pairs:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    batches, blocks = zip(*pairs, strict=True)
+    return np.concatenate(batches), np.concatenate(blocks)
+
+
+def _unique(pairs: Pairs) -> Pairs:
+    """Return each pair once."""
+    batches, blocks = pairs
+    found = np.unique((batches << 32) | blocks)
+    return found >> 32, found & 0xFFFFFFFF
+
+
+assert BLOCK_BYTES % 16 == 0, "an item must not lie in two blocks"

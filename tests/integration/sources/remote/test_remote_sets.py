@@ -1,0 +1,266 @@
+"""Packed sets behind a real HTTP server: the same samples, batches and states as from the disk."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import penstock
+from penstock import DataLoader
+from penstock.errors import BadArgument, StorageFailed
+from penstock.sources.remote.remote_rows import RemoteRows
+from support.range_server import RangeServer
+from support.remote_sets import (
+    NUM_SAMPLES,
+    RemoteSet,
+    ended_downloaders,
+    is_same,
+    needs_obstore,
+    table_of,
+)
+
+pytestmark = [pytest.mark.remote, needs_obstore]
+BATCH = 32
+
+
+def batches_of(dataset: Any, **options: Any) -> list[list[torch.Tensor]]:
+    loader = DataLoader(dataset, batch_size=BATCH, **options)
+    found = [[batch["pixels"].clone(), batch["label"].clone()] for batch in loader]
+    loader.close()
+    return found
+
+
+def are_equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
+    return len(some) == len(others) and all(
+        torch.equal(one, other)
+        for both in zip(some, others, strict=True)
+        for one, other in zip(*both, strict=True)
+    )
+
+
+def test_samples_of_every_kind_are_those_of_the_local_set(remote: RemoteSet) -> None:
+    ours, local = remote.open(), remote.open_local()
+    assert len(ours) == len(local) == NUM_SAMPLES
+    assert (ours.fields, ours.schema) == (local.fields, local.schema)
+    for index in (0, 7, -1, 300, 777, NUM_SAMPLES - 2):
+        assert is_same(ours[index], local[index])
+    assert not is_same(ours[3], local[4])
+    some = [5, 900, 5, 401]
+    assert all(
+        is_same(*both)
+        for both in zip(ours.__getitems__(some), local.__getitems__(some), strict=True)
+    )
+    assert is_same(ours.subset(range(10, 20))[3], local[13])
+    assert is_same(pickle.loads(pickle.dumps(ours))[8], local[8])
+    assert ours.path == remote.server.url
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_those_of_the_local_set_and_workers_make_no_more_requests(
+    remote: RemoteSet, num_workers: int
+) -> None:
+    ours = remote.open().select("pixels", "label")
+    local = remote.open_local().select("pixels", "label")
+    order = ours.block_order(seed=3, num_mixed=4)
+    assert list(order)[:50] == list(local.block_order(seed=3, num_mixed=4))[:50]
+    expected = batches_of(local, sampler=order, num_workers=num_workers)
+    assert are_equal(batches_of(ours, sampler=order, num_workers=num_workers), expected)
+    # The manifest, and each range of the two fields at most once.
+    assert len(set(remote.server.requests)) == len(remote.server.requests)
+    assert table_of(ours).counters()["num_bytes"] < 1.3 * ours._files[0].num_bytes
+    warm = len(remote.server.requests)
+    expected = batches_of(local, shuffle=True, seed=5, num_workers=num_workers)
+    assert are_equal(batches_of(ours, shuffle=True, seed=5, num_workers=num_workers), expected)
+    assert len(remote.server.requests) == warm
+    assert not are_equal(expected, batches_of(local, shuffle=True, seed=6))
+
+
+def test_a_run_resumed_in_mid_epoch_continues_with_the_same_bits(remote: RemoteSet) -> None:
+    local = remote.open_local().select("pixels", "label")
+    ours = remote.open().select("pixels", "label")
+    first = DataLoader(local, batch_size=BATCH, shuffle=True, seed=1)
+    batches = iter(first)
+    for _ in range(9):
+        next(batches)
+    second = DataLoader(ours, batch_size=BATCH, shuffle=True, seed=1, num_workers=2)
+    second.load_state_dict(first.state_dict())
+    rest = [[batch["pixels"].clone(), batch["label"].clone()] for batch in second]
+    assert are_equal(rest, [[batch["pixels"], batch["label"]] for batch in batches])
+    assert second.state_dict() == {**first.state_dict()}
+
+
+def test_ranks_share_one_cache_and_one_download(remote: RemoteSet) -> None:
+    local = remote.open_local().select("pixels", "label")
+    options = [{"rank": rank, "world_size": 3, "seed": 2, "shuffle": True} for rank in range(3)]
+    for one in options:
+        ours = remote.open().select("pixels", "label")
+        assert are_equal(batches_of(ours, **one), batches_of(local, **one))
+    blocks = [one for one in remote.server.requests if one[0].endswith(".npy")]
+    assert len(set(blocks)) == len(blocks)
+
+
+def test_a_cache_of_half_the_set_keeps_its_limit_and_gives_the_same_bits(
+    remote: RemoteSet,
+) -> None:
+    limit = 20 << 20
+    ours = remote.open(cache_bytes=limit, read_ahead_bytes=8 << 20).select("pixels", "label")
+    local = remote.open_local().select("pixels", "label")
+    assert ours._files[0].num_bytes > 1.5 * limit
+    loader = DataLoader(ours, batch_size=BATCH, sampler=ours.block_order(seed=1, num_mixed=2))
+    plain = DataLoader(local, batch_size=BATCH, sampler=local.block_order(seed=1, num_mixed=2))
+    most = 0
+    for _ in range(2):
+        for batch, expected in zip(loader, plain, strict=True):
+            assert torch.equal(batch["pixels"], expected["pixels"])
+            blocks = remote.cache() / "blocks"
+            most = max(most, sum(entry.stat().st_size for entry in os.scandir(blocks)))
+    assert most <= limit
+    counters = table_of(ours).counters()
+    assert counters["num_evicted"] > 0
+    assert "kept in" in loader.plan.notes[-1]
+
+
+def test_a_cache_smaller_than_a_batch_is_refused_at_once(remote: RemoteSet) -> None:
+    ours = remote.open(cache_bytes=17 << 20).select("pixels", "label")
+    with pytest.raises(BadArgument, match="one batch needs"):
+        next(iter(DataLoader(ours, batch_size=256, shuffle=True, seed=0)))
+    with pytest.raises(BadArgument, match="cache_bytes"):
+        remote.open(cache_bytes=1 << 20)
+    next(iter(DataLoader(ours, batch_size=BATCH, sampler=ours.block_order(num_mixed=1))))
+
+
+def test_an_order_that_is_not_ours_is_read_too_and_the_plan_says_so(remote: RemoteSet) -> None:
+    ours = remote.open().select("pixels", "label")
+    loader = DataLoader(ours, batch_size=BATCH, sampler=[5, 1000, 6, 7])
+    (batch,) = loader
+    assert batch["label"].tolist() == [5, 1000, 6, 7]
+    assert "not Penstock's" in loader.plan.notes[-1]
+    seeded = DataLoader(ours, batch_size=BATCH, shuffle=True, seed=0)
+    next(iter(seeded))
+    assert "not Penstock's" not in seeded.plan.notes[-1]
+
+
+def test_the_plan_names_the_cost_of_a_full_shuffle_with_a_small_cache(remote: RemoteSet) -> None:
+    ours = remote.open(cache_bytes=20 << 20).select("pixels", "label")
+    shuffled = DataLoader(ours, batch_size=4, shuffle=True, seed=0)
+    next(iter(shuffled))
+    assert "an epoch downloads about" in shuffled.plan.notes[-1]
+    blocks = DataLoader(ours, batch_size=4, sampler=ours.block_order(num_mixed=2))
+    next(iter(blocks))
+    assert "an epoch downloads about" not in blocks.plan.notes[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_waits_for_the_network_are_spans_counters_and_the_verdict(
+    photos: Path, tmp_path: Path, num_workers: int
+) -> None:
+    with ended_downloaders(), RangeServer(photos, 0.02, 8e6) as server:
+        ours = RemoteSet(photos, tmp_path / "cache", server).open(read_ahead_bytes=1)
+        ours = ours.select("pixels", "label")
+        options = {"batch_size": BATCH, "num_workers": num_workers, "trace": True}
+        loader = DataLoader(ours, sampler=ours.block_order(num_mixed=1), **options)
+        for _ in loader:
+            pass
+        timeline, metrics = loader.timeline(), loader.metrics()
+        assert timeline.verdict.cause == metrics.verdict.cause == "network"
+        assert "MB/s" in "".join(timeline.verdict.evidence)
+        spans = [span for lane in timeline.lanes for span in lane.spans if span.kind == "network"]
+        assert spans
+        cold = metrics.network
+        assert cold is not None
+        assert cold["num_bytes"] > 30e6
+        assert 0 < cold["bytes_per_s"] < 16e6
+        assert cold["num_waits"] > 0
+        warm = DataLoader(ours, sampler=ours.block_order(num_mixed=1), **options)
+        for _ in warm:
+            pass
+        after = warm.metrics()
+        assert after.network is not None
+        assert (after.network["num_bytes"], after.network["num_waits"]) == (
+            cold["num_bytes"],
+            cold["num_waits"],
+        )
+        assert after.network["num_hits"] > cold["num_hits"]
+        assert after.verdict.cause != "network"
+        loader.close()
+        warm.close()
+    local = DataLoader(penstock.Packed(photos).select("label"), batch_size=BATCH)
+    for _ in local:
+        pass
+    assert local.metrics().network is None
+
+
+def test_blocks_arrive_ahead_of_use_and_many_at_once(photos: Path, tmp_path: Path) -> None:
+    with ended_downloaders(), RangeServer(photos, latency_s=0.3) as server:
+        remote = RemoteSet(photos, tmp_path / "cache", server)
+        ours = remote.open().select("pixels", "label")
+        next(iter(DataLoader(ours, batch_size=4)))  # the first batch needs one block of each field
+        table = table_of(ours)
+        while table.counters()["used_bytes"] < 0.9 * 33e6:
+            pass
+        assert server.most_at_once > 4
+
+
+def test_only_the_user_can_read_the_cache(remote: RemoteSet) -> None:
+    ours = remote.open()
+    ours[0]
+    for folder in (remote.cache(), remote.cache().parent, remote.cache() / "blocks"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_program_itself_does_not_load_the_library_that_talks_to_the_network(
+    remote: RemoteSet,
+) -> None:
+    program = """
+import sys, penstock
+penstock.Packed(sys.argv[1], cache_folder=sys.argv[2])[0]
+print([name for name in sys.modules if name.startswith("obstore") or name.endswith("object_store")])
+"""
+    command = [sys.executable, "-c", program, remote.server.url, str(remote.folder)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_a_file_url_reads_the_same(photos: Path, tmp_path: Path) -> None:
+    with ended_downloaders():
+        ours = penstock.Packed(photos.as_uri(), cache_folder=tmp_path / "cache")
+        assert is_same(ours[11], penstock.Packed(photos)[11])
+
+
+def test_an_address_without_a_set_is_an_error_that_names_it(remote: RemoteSet) -> None:
+    with pytest.raises(StorageFailed, match=r"nothing/manifest\.json does not exist"):
+        penstock.Packed(remote.server.url + "/nothing", cache_folder=remote.folder)
+
+
+def test_sets_in_and_out_of_object_storage_are_not_joined(remote: RemoteSet) -> None:
+    ours, local = remote.open(), remote.open_local()
+    both = ours + ours.subset(range(3))
+    assert is_same(both[NUM_SAMPLES + 1], local[1])
+    with pytest.raises(BadArgument, match="object storage"):
+        ours + local
+
+
+@pytest.mark.parametrize("has_gather", [True, False], ids=["gather", "row by row"])
+def test_rows_of_all_sizes_are_copied_from_the_right_places(
+    remote: RemoteSet, has_gather: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_gather:  # as on systems other than Linux
+        monkeypatch.setattr(RemoteRows, "make_gather", lambda *_: None)
+    rows = np.random.default_rng(0).integers(0, NUM_SAMPLES, 500)
+    for name in ("pixels", "label"):
+        ours, local = remote.open().select(name), remote.open_local().select(name)
+        size = local.schema[name].row_bytes
+        found, expected = (np.zeros((500, size), np.uint8) for _ in range(2))
+        ours.read_rows(rows, [found])
+        local.read_rows(rows, [expected])
+        assert np.array_equal(found, expected)
