@@ -15,8 +15,12 @@ Reading, from plain records (without a loader, workers or a GPU):
                   +--> simulator: the run with different settings
 
     timeline          ``penstock.Timeline``: the public interface to all of these
+    regression        alarms: a run that waits too much, or is slower than another, beyond the noise
     what_if           ``penstock.simulate``
-    stats             ``loader.stats()``: current rates, from the records of the training process
+    live_status       what ``penstock top`` reads from outside
+    metrics           ``loader.metrics()``: rates, waits and the verdict of the last seconds
+    prometheus        ``penstock.serve_metrics``: the same for Prometheus
+    notebook          display of a loader in a notebook
     files             trace files
     writer            writes the trace file of a loader during the run
 """

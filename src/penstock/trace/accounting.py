@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.model import Lane, Span, TraceModel
+from penstock.trace.model import Lane, Reading, Span, TraceModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class WorkerAccount:
         row_s: Time per sample: the median over parts of batches.
         stall_busy_share: Share of the training loop's stalls during which the worker was busy.
         first_pass: First epoch of the worker. It is the same for all workers of one loader.
+        network_s: The part of ``fetch_s`` that it waited for object storage.
     """
 
     number: int
@@ -40,6 +41,7 @@ class WorkerAccount:
     row_s: float = 0.0
     stall_busy_share: float = 0.0
     first_pass: int = 0
+    network_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -59,6 +61,8 @@ class Account:
         startup_s: Time until the first batch of each epoch, summed over epochs.
         first_start_s: The part of ``startup_s`` in the first epoch, which includes one-time costs.
         loading_s: Time loading samples in the training process.
+        network_s: The part of ``loading_s`` that it waited for object storage.
+        main_cpu_s: CPU time of the training process, all threads, or 0 if unknown.
         refused: Number of times no slot was free for the next batch.
     """
 
@@ -75,6 +79,8 @@ class Account:
     deliver_s: float = 0.0
     transfer_s: float = 0.0
     loading_s: float = 0.0
+    network_s: float = 0.0
+    main_cpu_s: float = 0.0
     copy_s: float = 0.0
     gpu_s: float = 0.0
     refused: int = 0
@@ -86,6 +92,13 @@ class Account:
     """Time per sample of the slowest part behind those stalls, relative to the median."""
     slowest: Span | None = None
     workers: tuple[WorkerAccount, ...] = ()
+    most_at_once: int = 0
+    """Largest number of workers that loaded at the same time, or 0 if unknown."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers. Those of loaders that ran one after the other are not added up."""
+        return self.most_at_once or len(self.workers)
 
     @property
     def rate(self) -> float:
@@ -137,6 +150,8 @@ def make_account(model: TraceModel) -> Account:
         deliver_s=sums_s["deliver"],
         transfer_s=sums_s["transfer"],
         loading_s=sums_s["fetch"],
+        network_s=sums_s["fetch"] * _network_share(model.of("main"), steady),
+        main_cpu_s=sum(_increase(lane.cpu_s) for lane in model.of("main")),
         copy_s=sum(_took_s(lane.spans) for lane in model.of("copy")),
         gpu_s=sum(_took_s(lane.spans) for lane in model.of("gpu")),
         refused=model.num_refused,
@@ -146,7 +161,18 @@ def make_account(model: TraceModel) -> Account:
         slowest_ratio=slowest_ratio,
         slowest=slowest,
         workers=tuple(_account_worker(lane, stalls) for lane in model.of("worker")),
+        most_at_once=model.num_workers,
     )
+
+
+def _network_share(lanes: list[Lane], spans: list[Span]) -> float:
+    """Return the share of the loading in ``spans`` that waited for object storage."""
+    waits = [span for lane in lanes for span in lane.spans if span.kind == "network"]
+    return _overlap_share([span for span in spans if span.kind == "fetch"], waits)
+
+
+def _increase(readings: list[Reading]) -> float:
+    return readings[-1].value - readings[0].value if readings else 0.0
 
 
 def _took_s(spans: Iterable[Span]) -> float:
@@ -178,6 +204,7 @@ def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
             [stall for stall in stalls if stall.pass_ in passes], [*fetches, *collates]
         ),
         first_pass=min(passes, default=0),
+        network_s=_took_s(fetches) * _network_share([lane], fetches),
     )
 
 
@@ -273,7 +300,7 @@ _COMPARED: list[tuple[str, Callable[[Account], float], str, bool | None]] = [
     ("putting together", lambda a: a.share(a.deliver_s), "%", False),
     ("start-up", lambda a: a.startup_s, "s", False),
     ("a sample in a worker", lambda a: a.typical_row_s * 1e3, "ms", False),
-    ("workers", lambda a: len(a.workers), "", None),
+    ("workers", lambda a: a.num_workers, "", None),
     ("batches", lambda a: a.num_batches, "", None),
 ]
 """Compared quantities: name, value, unit, and whether a larger value is better."""

@@ -13,8 +13,9 @@ from typing import Any
 from penstock.trace.accounting import Account, WorkerAccount
 
 CAUSES = (
-    *("decode", "collate", "storage", "transfer", "slots", "slow sample", "slow worker"),
-    *("main process", "step", "start-up", "memory", "nothing"),
+    *("decode", "collate", "storage", "network", "transfer", "slots", "slow sample"),
+    "slow worker",
+    *("main process", "step", "start-up", "memory", "other programs", "nothing"),
 )
 NOTHING_LOST = 0.10
 """A training loop that waits for less than this share of its time is limited by its own step."""
@@ -27,6 +28,11 @@ SLOW_RATIO = 2.5
 """A worker or sample that takes this many times longer than the others is an outlier."""
 OTHERS_BUSY = 0.75
 """Workers that are busy for more than this share of the stalls do not wait for a slow worker."""
+
+WORTH_SAYING = 1.05
+"""Predicted gains below this factor are ignored, because the model is not more precise."""
+LITTLE_WAIT = 0.01
+_PACK = "penstock pack DATA PACKED, to do once the work that is the same in every epoch"
 
 Predict = Callable[[int], float | None]
 """Returns the samples per second with a given number of workers, or None if unknown."""
@@ -108,6 +114,7 @@ class _CauseSearch:
             or self._start_up()
             or self._step()
             or self._transfer()
+            or self._network()
             or self._main()
             or self._slow_sample()
             or self._slow_worker()
@@ -144,9 +151,10 @@ class _CauseSearch:
             f"{run.num_faults:,} memory pages were read back from disk",
             f"free memory fell to {run.free_memory_share:.0%}",
         ]
-        fewer = max(1, len(self.workers) // 2)
+        fewer = run.num_workers // 2
         text = "Bottleneck: memory. Workers wait for their pages to be read back from disk."
-        return self._say("memory", text, evidence, f"DataLoader(..., num_workers={fewer})")
+        remedy = f"DataLoader(..., num_workers={fewer})" if fewer else "a smaller batch_size"
+        return self._say("memory", text, evidence, remedy)
 
     def _start_up(self) -> Diagnosis | None:
         run = self.run
@@ -199,11 +207,37 @@ class _CauseSearch:
             return None
         took_s = max(run.transfer_s, run.copy_s if self.are_copies_unseen else 0.0)
         text = f"Bottleneck: copies to the device, {run.share(took_s):.0%} of the time."
-        device = self.facts.get("device") or "cuda"
-        remedy = (
-            f"DataLoader(..., device='{device}', pin_memory=True), with uint8 samples and finish="
-        )
+        remedy = "uint8 samples and finish=, which copies a quarter of the bytes of float32"
+        if not self.facts.get("device"):
+            remedy = f"DataLoader(..., device='cuda'), with {remedy}"
         return self._say("transfer", text, [f"copies: {took_s:.2f} s"], remedy)
+
+    def _network(self) -> Diagnosis | None:
+        run = self.run
+        busy_s = sum(worker.busy_s for worker in self.workers) or run.loading_s
+        waited_s = sum(worker.network_s for worker in self.workers) or run.network_s
+        share = waited_s / busy_s if busy_s else 0.0
+        if share < 0.5 or (self.workers and self.stall_busy < 0.5):
+            return None
+        text = f"Bottleneck: the network. Loading waits for object storage {share:.0%} of its time."
+        counted = self.facts.get("network")
+        known = {
+            name: value
+            for name, value in (counted.items() if isinstance(counted, dict) else ())
+            if isinstance(value, (int, float))
+        }
+        evidence, remedy = self._worker_evidence(), ""
+        if known.get("bytes_per_s"):
+            evidence.append(f"downloads: {known['bytes_per_s'] / 1e6:,.3g} MB/s while busy")
+        num_bytes, limit = known.get("set_bytes", 0), known.get("limit_bytes", 0)
+        if num_bytes > limit:
+            remedy = f"Packed(..., cache_bytes={num_bytes}), which holds the whole set"
+            evidence.append(f"the cache holds {limit / num_bytes:.0%} of the set")
+        elif num_bytes:
+            text += " The set fits in the cache, so later epochs do not download it again."
+        if not known.get("is_ahead", True):
+            remedy = "DataLoader(..., sampler=dataset.block_order()), which is downloaded ahead"
+        return self._say("network", text, evidence, remedy)
 
     def _main(self) -> Diagnosis | None:
         run = self.run
@@ -212,8 +246,12 @@ class _CauseSearch:
                 "Bottleneck: loading samples in the training process, "
                 f"{run.share(run.loading_s):.0%} of the time."
             )
-            text += self._promise(self._cores())
-            return self._say("main process", text, [], 'DataLoader(..., num_workers="auto")')
+            if self.facts.get("is_auto") is True:
+                text += ' num_workers="auto" chose 0 workers; loader.plan says why.'
+                return self._say("main process", text, [], _PACK)
+            does_help, promise = self._judge(self._cores())
+            remedy = 'DataLoader(..., num_workers="auto")' if does_help else _PACK
+            return self._say("main process", text + promise, [], remedy)
         if run.deliver_s <= run.stall_s:
             return None
         text = (
@@ -236,7 +274,11 @@ class _CauseSearch:
         evidence = [
             f"the longest 10% of the waits add up to {run.top_stall_share:.0%} of all waiting"
         ]
-        remedy = "DataLoader(..., prefetch_factor=8), and trace=penstock.Tracing(samples=True)"
+        asked = self.facts.get("prefetch_factor")
+        depth = max(8, 2 * asked) if isinstance(asked, int) else 8
+        remedy = (
+            f"DataLoader(..., prefetch_factor={depth}), and trace=penstock.Tracing(samples=True)"
+        )
         return self._say("slow sample", text, evidence, remedy)
 
     def _slow_ones(self) -> list[WorkerAccount]:
@@ -285,39 +327,46 @@ class _CauseSearch:
             if self.facts.get("collate_fn") == "default":
                 remedy = "return smaller samples (uint8, not float32) in one tensor, not several"
             return self._say("collate", text, evidence, remedy)
-        if self.waiting > 0.5 and self.facts.get("pool") != "thread":
-            more = max(2 * len(self.workers), self._cores())
+        if self.queued > self.cpu and self.queued > self.waiting and self._others_compute():
+            text = "Bottleneck: other programs use the cores. Workers wait for a free core "
+            text += f"{self.queued:.0%} of their time."
+            remedy = "check what else runs here (top), or request dedicated cores"
+            return self._say("other programs", text, evidence, remedy)
+        if self.waiting > max(self.cpu, self.queued) and self.facts.get("pool") != "thread":
+            more = max(2 * self.run.num_workers, self._cores())
             text = f"Bottleneck: reading. Workers wait for data {self.waiting:.0%} of their time."
-            text += self._promise(more)
-            return self._say("storage", text, evidence, f"DataLoader(..., num_workers={more})")
+            does_help, promise = self._judge(more)
+            remedy = f"DataLoader(..., num_workers={more})" if does_help else _PACK
+            return self._say("storage", text + promise, evidence, remedy)
         return self._decode(evidence)
 
     def _decode(self, evidence: list[str]) -> Diagnosis:
-        cores, num_workers = self._cores(), len(self.workers)
+        cores, num_workers = self._cores(), self.run.num_workers
+        does_help, promise = self._judge(cores)
         text = "Bottleneck: decoding and transforms in the workers."
         if self.facts.get("pool") == "thread":
             remedy = "DataLoader(..., pool='process'): threads share one interpreter"
-        elif self._others_compute():
-            text += " Other programs use the cores, so the workers wait for a free core."
-            remedy = "check what else runs here (top), or request dedicated cores"
-        elif num_workers < cores:
-            text += self._promise(cores)
+        elif num_workers < cores and does_help:
+            text += promise
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
-            text += f" All {cores} cores are in use."
+            text += f" All {cores} cores are in use." if num_workers >= cores else promise
+            if self._others_compute():
+                text += (
+                    f" Other programs use them too: workers wait {self.queued:.0%} of their time."
+                )
             remedy = (
-                "penstock pack DATA PACKED, to do once the work that is the same in every epoch; "
-                "for images, penstock.ImageFolder, which uses the fastest decoder available"
+                f"{_PACK}; for images, penstock.ImageFolder, which uses the fastest decoder "
+                "available"
             )
         return self._say("decode", text, evidence, remedy)
 
     def _others_compute(self) -> bool:
-        """Return True if workers wait for cores that neither the workers nor the step use."""
+        """Return True if neither the workers nor the training process use most of the cores."""
         run = self.run
-        used = sum(worker.cpu_s for worker in self.workers) / max(run.total_s - run.startup_s, 1e-9)
-        return (
-            self.queued > 0.5 and used + run.share(run.step_s + run.deliver_s) < 0.6 * self._cores()
-        )
+        own_s = sum(worker.cpu_s for worker in self.workers)
+        own_s += max(run.main_cpu_s, run.step_s + run.deliver_s)
+        return own_s < 0.75 * self._cores() * max(run.total_s - run.startup_s, 1e-9)
 
     def _slots(self) -> Diagnosis:
         asked = self.facts.get("prefetch_factor")
@@ -334,27 +383,33 @@ class _CauseSearch:
         cores = self.facts.get("cores")
         return cores if isinstance(cores, int) and cores > 0 else max(1, len(self.workers))
 
-    def _promise(self, num_workers: int) -> str:
-        rate = self.predict(num_workers)
-        if rate is None or rate < 1.05 * self.run.rate:
-            return ""
+    def _judge(self, num_workers: int) -> tuple[bool, str]:
+        """Return whether this number of workers may help, and a sentence about it."""
+        rate, now = self.predict(num_workers), self.run.rate
+        if rate is None:
+            return True, ""
+        if rate < WORTH_SAYING * now:
+            return False, " More workers would not load faster here."
         change = f"{num_workers} workers"
         if self.workers:
-            change += f" instead of {len(self.workers)}"
-        return f" {change} would raise the rate from {self.run.rate:,.0f} to {rate:,.0f} samples/s."
+            change += f" instead of {self.run.num_workers}"
+        return True, f" {change} would raise the rate from {now:,.0f} to {rate:,.0f} samples/s."
 
     def _worker_evidence(self) -> list[str]:
         if not self.workers:
             return []
         cpu = min(1.0, self.cpu)
         queued = min(1.0 - cpu, self.queued)
-        count, row_ms = len(self.workers), self.run.typical_row_s * 1e3
-        return [
+        count, row_ms = self.run.num_workers, self.run.typical_row_s * 1e3
+        lines = [
             f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms per sample: computing {cpu:.0%}, "
             f"waiting for a core {queued:.0%}, waiting for data "
             f"{max(0.0, 1 - cpu - queued):.0%}; collating {self.collating:.0%}",
-            f"while the loop waits, workers are idle {1 - self.stall_busy:.0%} of the time",
         ]
+        if self.run.share(self.run.stall_s) >= LITTLE_WAIT:  # otherwise there is nothing to explain
+            idle = 1 - self.stall_busy
+            lines.append(f"while the loop waits, workers are idle {idle:.0%} of the time")
+        return lines
 
 
 def _mean(values: list[float]) -> float:

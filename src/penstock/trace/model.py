@@ -3,7 +3,8 @@
     lease, collate  --> worker lanes: fetch, collate      (gaps: the worker waited for work)
     batch           --> main lane: step, stall, transfer, deliver
     copy, gpu       --> separate lanes
-    user, sample    --> in the lane where they ran, nested in the enclosing span
+    user, sample,
+    network         --> in the lane where they ran, nested in the enclosing span
 
 Records can come from a file that another program wrote. Invalid records are left out or clipped,
 counted, and reported in ``notes``. Called by :class:`penstock.Timeline`.
@@ -11,6 +12,7 @@ counted, and reported in ``notes``. Called by :class:`penstock.Timeline`.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,10 +32,16 @@ WORDS = {
     "gpu": "GPU busy",
     "sample": "one sample",
     "transform": "one transform",
+    "network": "waiting for object storage",
     "user": "your own span",
 }
 """The kinds of spans, with the text shown for each."""
-_INNER = {Kind.USER: "user", Kind.SAMPLE: "sample", Kind.TRANSFORM: "transform"}
+_INNER = {
+    Kind.USER: "user",
+    Kind.SAMPLE: "sample",
+    Kind.TRANSFORM: "transform",
+    Kind.NETWORK: "network",
+}
 INNER_KINDS = frozenset(_INNER.values())
 """Kinds of spans that are nested in others."""
 _OWN_LANES = {
@@ -126,6 +134,22 @@ class TraceModel:
     @property
     def num_spans(self) -> int:
         return sum(len(lane.spans) for lane in self.lanes)
+
+    @property
+    def num_workers(self) -> int:
+        """The largest number of workers that loaded in one epoch of a loader, or of several loaders
+        at the same time. Workers of loaders that ran one after the other are not added up.
+        """
+        edges: list[tuple[int, int]] = []
+        for lane in self.of("worker"):
+            times: dict[int, tuple[int, int]] = {}
+            for span in lane.spans:
+                start_ns, end_ns = times.get(span.pass_, (span.start_ns, span.end_ns))
+                times[span.pass_] = min(start_ns, span.start_ns), max(end_ns, span.end_ns)
+            edges += [(start_ns, 1) for start_ns, _ in times.values()]
+            edges += [(end_ns, -1) for _, end_ns in times.values()]
+        counts = itertools.accumulate(step for _, step in sorted(edges))
+        return max(counts, default=0)
 
     def batches(self) -> list[Span]:
         """One ``deliver`` span for each batch that was handed out, in order of time."""

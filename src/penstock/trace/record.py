@@ -69,9 +69,11 @@ class Kind:
     """A batch is copied to the device, timed by the device. a: bytes."""
     GPU = 11
     """The device computes, timed by the device."""
+    NETWORK = 12
+    """Loading waits for a block from object storage."""
 
 
-NUM_KINDS = Kind.GPU + 1
+NUM_KINDS = Kind.NETWORK + 1
 
 RECORD = struct.Struct("<qqqqqHHHHiiii")
 """Number, start, end, a, b; kind, name, thread, part; pass, batch, rows, extra."""
@@ -184,6 +186,25 @@ class TraceBuffer:
         at = _RECORDS_AT + number % self.capacity * RECORD.size
         _INT32.pack_into(self.memory, at + RECORD.size - 8, rows)
 
+    def copy_to(self, fd: int, offset: int, since: int) -> int:
+        """Copy the records from number ``since`` on to the same places in a file.
+
+        Returns the next number. Records that ended after they were copied stay open in the copy.
+        """
+        head = self.cells[_HEAD]
+        first = max(since, head - self.capacity)
+        os.pwrite(fd, self.memory[8:_RECORDS_AT], offset + 8)
+        while first < head:
+            place = first % self.capacity
+            count = min(head - first, self.capacity - place)
+            at = _RECORDS_AT + place * RECORD.size
+            os.pwrite(fd, self.memory[at : at + count * RECORD.size], offset + at)
+            first += count
+        os.pwrite(fd, head.to_bytes(8, "little"), offset)
+        if not since:
+            os.ftruncate(fd, offset + self.memory.nbytes)
+        return head
+
     def name(self, text: str) -> int:
         """Return the number of a name, adding it to the table. Returns 0 if the table is full."""
         number = self.names.get(text)
@@ -214,19 +235,51 @@ def read_records(memory: Any, since: int) -> tuple[list[Record], int]:
     head = view[:8].cast("q")[0]
     capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
     names = ["", *_read_names(view)]
-    found = []
-    for number in range(max(since, head - capacity, 0), head):
-        at = _RECORDS_AT + number % capacity * RECORD.size
-        fields = RECORD.unpack_from(view, at)
-        is_whole = fields[0] == number and fields[5] < NUM_KINDS and fields[1] > 0
-        if not is_whole:  # overwritten during the read, or never written
-            continue
-        _, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = fields
-        text = names[name] if name < len(names) else ""
-        found.append(
-            Record(kind, text, start_ns, end_ns, thread, pass_, batch, part, rows, a, b, extra)
-        )
+    found: list[Record] = []
+    first = max(since, head - capacity, 0)
+    while first < head:  # up to the end of the memory, then from its beginning
+        place = first % capacity
+        last = min(head, first + capacity - place)
+        at = _RECORDS_AT + place * RECORD.size
+        raw = RECORD.iter_unpack(view[at : at + (last - first) * RECORD.size])
+        for number, fields in zip(range(first, last), raw, strict=True):
+            # fmt: off
+            written, start_ns, end_ns, a, b, kind, name, thread, part, pass_, batch, rows, extra = (
+                fields)
+            if written != number or kind >= NUM_KINDS or start_ns <= 0:
+                continue  # overwritten during the read, or never written
+            text = names[name] if name < len(names) else ""
+            found.append(Record(kind, text, start_ns, end_ns, thread, pass_, batch, part, rows,
+                                a, b, extra))
+            # fmt: on
+        first = last
     return found, head
+
+
+def first_since(memory: Any, since_ns: int) -> int:
+    """Return the number of the first record that may have ended after ``since_ns``."""
+    view = memoryview(memory).cast("B")
+    number = head = view[:8].cast("q")[0]
+    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    oldest = max(0, head - capacity)
+    while number > oldest:
+        number = max(oldest, number - 64)
+        at = _RECORDS_AT + number % capacity * RECORD.size
+        found, _, end_ns = RECORD.unpack_from(view, at)[:3]
+        if found == number and 0 < end_ns < since_ns:
+            return number
+    return oldest
+
+
+def start_of_last(memory: Any, num_records: int) -> int:
+    """Return when the last ``num_records`` records start, or 0 if there are fewer."""
+    view = memoryview(memory).cast("B")
+    head = view[:8].cast("q")[0]
+    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    if head < num_records or num_records >= capacity:
+        return 0
+    at = _RECORDS_AT + (head - num_records) % capacity * RECORD.size
+    return int(RECORD.unpack_from(view, at)[1])
 
 
 def _read_names(view: memoryview) -> list[str]:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.machine.host import memory_bytes, num_major_faults, resident_bytes, usable_cores
 from penstock.options import Tracing
@@ -27,18 +27,27 @@ from penstock.trace.record import (
     Kind,
     Record,
     TraceBuffer,
+    first_since,
     is_on,
     next_look_ns,
     now_ns,
     process_buffer,
     read_records,
+    start_of_last,
 )
 
+if TYPE_CHECKING:
+    from penstock.trace.live_status import LiveStatus
+
+PUBLISH_NS = 1_000_000_000
+"""Interval between updates of the status that ``penstock top`` reads."""
 LOOK_NS = 200_000_000
 """Interval between reads of the buffers, if a trace was requested."""
 MAX_KEPT = 400_000
 """Maximum number of records kept per loader. Beyond it, the oldest are dropped."""
 MAX_KEPT_UNASKED = 40_000
+MAX_RECENT, MIN_RECENT = 1000, 30
+"""Number of records from which metrics are computed: over all processes, and of each at least."""
 MAX_PENDING = 1000
 """A span that has not ended after this many newer records is no longer waited for."""
 
@@ -88,6 +97,26 @@ class ProcessRecords:
     def clear(self) -> None:
         self.records, self.num_lost = [], 0
 
+    def start_of_last(self, num_records: int) -> int:
+        """Return when the last ``num_records`` records start, or 0 if there are fewer."""
+        if self._memory is not None:
+            return start_of_last(self._memory, num_records)
+        return self.records[-num_records].start_ns if len(self.records) > num_records else 0
+
+    def recent(self, since_ns: int, pass_offset: int = 0) -> dict[str, Any]:
+        """Return the lane of the records that ended after ``since_ns``. Nothing is consumed."""
+        found = self.records
+        if self._memory is not None:
+            found, _ = read_records(self._memory, first_since(self._memory, since_ns))
+        spans = [
+            one._replace(pass_=one.pass_ + pass_offset)
+            if pass_offset and self._memory is not None and one.pass_ >= 0
+            else one
+            for one in found
+            if one.end_ns >= since_ns or not one.end_ns
+        ]
+        return {**self.to_lane(), "spans": spans, "num_lost": 0}
+
     def to_lane(self) -> dict[str, Any]:
         """Return the records as plain values, including open spans."""
         names = ("name", "role", "number", "pid", "num_lost")
@@ -98,12 +127,26 @@ class ProcessRecords:
 class WorkerBuffers:
     """The buffers of the workers of one pool."""
 
-    def __init__(self, buffers: list[memoryview]) -> None:
+    def __init__(
+        self, buffers: list[memoryview], processes: Sequence[Any] = (), file: Any = None
+    ) -> None:
         self.pass_offset = 0
+        self.processes = processes
+        self._file = file
+        self._trace_bytes = buffers[0].nbytes
         self.workers = [
             ProcessRecords(f"worker {worker}", "worker", buffer, number=worker)
             for worker, buffer in enumerate(buffers)
         ]
+
+    def describe(self) -> dict[str, Any]:
+        """Return where another process finds the buffers. See :class:`LiveStatus`."""
+        return {
+            "pids": [process.pid for process in self.processes],
+            "fd": self._file.fd,
+            "trace_bytes": self._trace_bytes,
+            "pass_offset": self.pass_offset,
+        }
 
     def read(self, *, is_last: bool = False) -> None:
         for worker in self.workers:
@@ -125,6 +168,10 @@ class Recorder:
         self.facts: dict[str, Any] = {}
         self.count_sources: Callable[[], dict[str, int]] | None = None
         """Counts the samples of each source of a mixture so far in this epoch, over all ranks."""
+        self.count_faults: Callable[[], dict[str, Any]] | None = None
+        """Counts restarts, hangs and bad samples."""
+        self.count_network: Callable[[], dict[str, Any]] | None = None
+        """Counts downloads of a dataset in object storage."""
         self._max_kept = MAX_KEPT if keeps_all else MAX_KEPT_UNASKED
         self._lock = threading.RLock()
         memory = None if self.buffer is None else self.buffer.memory
@@ -138,7 +185,11 @@ class Recorder:
         self._user_head = _num_user_spans()
         self._next_look_ns = 0
         self._num_ready = self._num_looks = 0
+        self._num_batches = self._num_samples = 0
         self._is_close = False
+        self._status: LiveStatus | None = None
+        self._machine: dict[str, int] = {}
+        self._publish_ns = self._born_ns + PUBLISH_NS
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of an epoch."""
 
@@ -148,11 +199,18 @@ class Recorder:
 
     # -- from the engine -------------------------------------------------------------------------
 
-    def add_pool(self, buffers: list[memoryview]) -> WorkerBuffers | None:
-        """Add the buffers of a pool of workers. Paired with :meth:`remove_pool`."""
+    def add_pool(
+        self, buffers: list[memoryview], processes: Sequence[Any] = (), file: Any = None
+    ) -> WorkerBuffers | None:
+        """Add the buffers of a pool of workers. Paired with :meth:`remove_pool`.
+
+        Args:
+            processes: The workers. A worker that is replaced is replaced in this list too.
+            file: The shared file that holds the buffers.
+        """
         if not buffers:
             return None
-        worker_buffers = WorkerBuffers(buffers)
+        worker_buffers = WorkerBuffers(buffers, processes, file)
         with self._lock:
             self._pools.append(worker_buffers)
         return worker_buffers
@@ -167,6 +225,8 @@ class Recorder:
             self._ended += worker_buffers.workers
             while sum(len(worker.records) for worker in self._ended) > self._max_kept:
                 self._ended.pop(0)
+        if self._status is not None:
+            self._publish()
 
     def record_launch(self, start_ns: int, num_workers: int) -> None:
         """Record that workers were launched. They continue to start in the background."""
@@ -221,6 +281,8 @@ class Recorder:
         if buffer is None:
             return end_ns
         pass_, number, rows = self._place
+        self._num_batches += 1
+        self._num_samples += rows
         transfer_us = 0
         if has_prefetcher:
             transfer_us = min(max(0, end_ns - start_ns - self._taken_ns) // 1000, 2**31 - 1)
@@ -269,9 +331,15 @@ class Recorder:
         left = memory_bytes()[1] >> 20
         cpu_ms = int(time.process_time() * 1000)
         buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_kb, b=faults, extra=left)
-        if self.keeps_all and at_ns - self._read_ns > LOOK_NS:
-            self._read_ns = at_ns
-            self._read()
+        if at_ns > self._publish_ns:
+            self._publish()
+        if self.keeps_all and at_ns - self._read_ns > LOOK_NS and self._lock.acquire(False):
+            # If another thread reads metrics now, the next look reads the buffers.
+            try:
+                self._read_ns = at_ns
+                self._read()
+            finally:
+                self._lock.release()
 
     # -- for the timeline ------------------------------------------------------------------------
 
@@ -307,23 +375,104 @@ class Recorder:
         here: dict[str, Any] = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
         if self.count_sources is not None:
             here["sources"] = self.count_sources()
+        if self.count_network is not None:
+            here["network"] = self.count_network()
         return {"facts": {**self.facts, **here}, "lanes": lanes}
 
-    def _user_records(self) -> list[ProcessRecords]:
+    def _user_records(self, since_ns: int = 0) -> list[ProcessRecords]:
         """Return the user's spans in this process since this recorder was created or cleared."""
         buffer = process_buffer()
         if buffer is None or self.buffer is None:
             return []
-        user = ProcessRecords(
-            "your code", "user", buffer.memory, pid=os.getpid(), head=self._user_head
-        )
+        since_ns = max(since_ns, self._born_ns)
+        head = max(self._user_head, first_since(buffer.memory, since_ns))
+        user = ProcessRecords("your code", "user", buffer.memory, pid=os.getpid(), head=head)
         user.read(is_last=True)
-        user.records = [span for span in user.records if span.start_ns >= self._born_ns]
-        return [user] if user.records else []
+        user.records = [span for span in user.records if span.start_ns >= since_ns]
+        # What loading in this process waited for belongs to the lane of the training loop.
+        main = ProcessRecords("main", "main", None, pid=os.getpid())
+        main.records = [span for span in user.records if span.kind == Kind.NETWORK]
+        user.records = [span for span in user.records if span.kind != Kind.NETWORK]
+        return [one for one in (main, user) if one.records]
 
-    def recent(self) -> list[Record]:
-        """Return the last few thousand records of this process, without those of the workers."""
-        return [] if self.buffer is None else read_records(self.buffer.memory, 0)[0]
+    # -- for penstock top ------------------------------------------------------------------------
+
+    def note_waiting(self, waiting_since: float, samples: Callable[[], list[Any]]) -> None:
+        """Publish that the loop has been waiting since then (``time.monotonic``).
+
+        Called while no worker answers. ``samples`` returns what each worker is loading.
+        """
+        at_ns = now_ns()
+        if self.buffer is not None and at_ns > self._publish_ns:
+            waited_ns = int((time.monotonic() - waiting_since) * 1e9)
+            shown = [None if one is None else repr(one)[:60] for one in samples()]
+            self._publish({"waiting_ns": at_ns - waited_ns, "samples": shown})
+
+    def _publish(self, more: Mapping[str, Any] | None = None) -> None:
+        """Write the status that ``penstock top`` reads."""
+        self._publish_ns = now_ns() + PUBLISH_NS
+        if self.buffer is None:
+            return
+        from penstock.trace.live_status import LiveStatus  # short programs do not need it
+
+        try:
+            if self._status is None or self._status.pid != os.getpid():  # not a fork's copy
+                self._status = LiveStatus()
+                self._machine = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+            header = {
+                "pid": os.getpid(),
+                "rank": os.environ.get("RANK"),
+                "facts": {**self.facts, **self._machine},
+                "counts": self.counts(),
+                "pools": [pool.describe() for pool in list(self._pools)],
+                **(more or {}),
+            }
+            self._status.write(header, self.buffer)
+        except OSError:  # no memfd, or no descriptor left
+            self._publish_ns = 2**62
+
+    # -- for metrics -----------------------------------------------------------------------------
+
+    def recent_records(self, window_ns: int) -> dict[str, Any]:
+        """Return the records of the last part of the run, at most ``window_ns`` of it.
+
+        The part is shorter where it would hold more than ``MAX_RECENT`` records. The user's spans
+        are left out. Unlike :meth:`records`, a call reads no more than that part.
+        """
+        if self.buffer is None:
+            return {"facts": {**self.facts, "is_off": True}, "lanes": []}
+        with self._lock:
+            since_ns = self._main.start_of_last(1) - window_ns
+            ended = [one for one in self._ended if one.records]
+            processes = [(one, 0) for one in ended if one.records[-1].end_ns >= since_ns]
+            processes.append((self._main, 0))
+            for pool in self._pools:
+                processes += [(one, pool.pass_offset) for one in pool.workers]
+            limit = max(MIN_RECENT, MAX_RECENT // len(processes))
+            since_ns = max([since_ns, *(one.start_of_last(limit) for one, _ in processes)])
+            lanes = [one.recent(since_ns, offset) for one, offset in processes]
+        here: dict[str, Any] = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        if self.count_network is not None:
+            here["network"] = self.count_network()
+            waits = self._user_records(since_ns)
+            lanes += [one.to_lane() for one in waits if one.role == "main"]
+        return {"facts": {**self.facts, **here}, "lanes": lanes}
+
+    def counts(self) -> dict[str, Any]:
+        """Return the number of batches, samples, samples of each source, and faults so far."""
+        return {
+            "num_batches": self._num_batches,
+            "num_samples": self._num_samples,
+            "sources": None if self.count_sources is None else self.count_sources(),
+            "network": None if self.count_network is None else self.count_network(),
+            **({} if self.count_faults is None else self.count_faults()),
+        }
+
+    def pids(self) -> list[int]:
+        """Return the processes that load: this one and its workers."""
+        pools = list(self._pools)
+        workers = [process.pid for pool in pools for process in pool.processes]
+        return [*{os.getpid(), *(pid for pid in workers if isinstance(pid, int))}]
 
 
 def _num_user_spans() -> int:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import BadTrace
 from penstock.planning.prefetch_depth import DEPTH_TARGET_S, MAX_DEPTH, MIN_DEPTH, SPLIT_FROM_S
+from penstock.trace.accounting import make_account
 from penstock.trace.model import Lane, Span, TraceModel
 from penstock.trace.record import Kind, Record
 
@@ -36,6 +37,8 @@ MAX_WORKERS = 1024
 """Simulating more workers takes minutes."""
 MAX_DRAWS = 1000
 """Maximum number of draws per part. More draws would not change the mean noticeably."""
+_NEAR = 1.05
+"""A simulation that exceeds the measured rate by less than this factor is accurate enough."""
 _DONE = 1e-9
 """A task with less than this share of its work left is complete."""
 
@@ -124,6 +127,9 @@ class SimulatedRun:
 def predict_rate(model: TraceModel, num_workers: int) -> float | None:
     """Predict the samples per second with a given number of workers.
 
+    The prediction is at most linear in the number of workers: twice as many workers load at most
+    twice as fast as was measured.
+
     Returns None if the trace has too little data or ``num_workers`` is too large to simulate.
     """
     if num_workers > MAX_WORKERS:
@@ -132,7 +138,29 @@ def predict_rate(model: TraceModel, num_workers: int) -> float | None:
         costs, settings = measure_costs(model, NUM_BATCHES)
     except BadTrace:
         return None
-    return simulate_run(costs, replace(settings, num_workers=num_workers)).rate
+    run = make_account(model)
+    costs = calibrate(costs, settings, run.rate)
+    rate = simulate_run(costs, replace(settings, num_workers=num_workers)).rate
+    most = run.rate * max(1.0, num_workers / max(1, settings.num_workers))
+    if not settings.num_workers and run.loading_s:  # loading and steps take turns
+        most = max(1, num_workers) * run.steady_rows / run.loading_s
+    return min(rate, most)
+
+
+def calibrate(
+    costs: MeasuredCosts, settings: SimulationSettings, measured_rate: float
+) -> MeasuredCosts:
+    """Return costs with which the simulation of the measured run is not faster than that run.
+
+    Costs do not include everything that slows a run down, such as other programs that come and go.
+    """
+    for _ in range(3):
+        rate = simulate_run(costs, settings).rate
+        if not measured_rate or rate <= _NEAR * measured_rate:
+            break
+        factor = rate / measured_rate
+        costs = replace(costs, rows=tuple(row.times(factor) for row in costs.rows))
+    return costs
 
 
 def simulate_run(costs: MeasuredCosts, settings: SimulationSettings) -> SimulatedRun:
@@ -381,10 +409,10 @@ def measure_costs(model: TraceModel, num_batches: int) -> tuple[MeasuredCosts, S
     asked, known = model.facts.get("prefetch_factor"), model.facts.get("cores")
     cores = float(known if isinstance(known, (int, float)) and known >= 1 else len(lanes))
     settings = SimulationSettings(
-        num_workers=len(workers),
+        num_workers=model.num_workers,
         batch_rows=max(1, int(statistics.median(batch.rows for batch in batches))),
         num_batches=num_batches,
-        cores=_free_cores(fetches, costs.steps, len(lanes), cores),
+        cores=_free_cores(fetches, costs.steps, max(1, model.num_workers), cores),
         depth=asked if isinstance(asked, int) and asked >= 1 else None,
         can_split=not costs.collate,
     )

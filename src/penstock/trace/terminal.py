@@ -36,6 +36,7 @@ STYLES = {
     "copy": Style("▓", "cyan"),
     "sample": Style("▒", "blue"),
     "transform": Style("▒", "magenta"),
+    "network": Style("░", "yellow"),
 }
 """Kinds with a legend text are listed below the drawing, in this order."""
 MAX_LANES = 24

@@ -14,6 +14,7 @@ from penstock.trace.simulator import (
     MAX_WORKERS,
     NUM_BATCHES,
     Cost,
+    calibrate,
     measure_costs,
     simulate_run,
 )
@@ -72,6 +73,7 @@ def simulate(
     _check_counts(prefetch=prefetch, batch_size=batch_size, cores=cores, num_batches=num_batches)
     _check_numbers(faster_decode=faster_decode, step_ms=step_ms)
     costs, settings = measure_costs(timeline.model, num_batches)
+    costs = calibrate(costs, settings, timeline.account.rate)
     if step_ms is not None:
         costs = replace(costs, steps=(Cost(0.0, step_ms * 1e-3),))
     elif batch_size is not None:

@@ -11,7 +11,8 @@ import pytest
 
 from penstock import Timeline
 from support import synthetic_traces
-from support.browser import INSTALL_S, WHY_NOT, Browser, browser, find_programs
+from support.browser import WHY_NOT, Browser, browser, find_programs
+from support.debian_programs import INSTALL_S
 
 pytestmark = pytest.mark.timeout(INSTALL_S + 300.0)
 

@@ -154,8 +154,8 @@ def test_nothing_is_noted_where_tracing_is_off() -> None:
     loader = DataLoader(Drawing(), batch_size=BATCH_SIZE, num_workers=2, trace=False)
     batches_of(loader)
     assert loader.timeline().num_batches == 0
-    assert loader.stats().num_batches == 0
-    for said in (loader.timeline().verdict.sentence, str(loader.stats())):
+    assert loader.metrics().num_batches == 0
+    for said in (loader.timeline().verdict.sentence, str(loader.metrics())):
         assert "tracing is off" in said
     with pytest.raises(BadTrace, match="trace=True"):
         penstock.simulate(loader, workers=2)
@@ -277,11 +277,11 @@ def test_a_loader_says_how_it_does() -> None:
     for place, _ in enumerate(loader):
         time.sleep(0.002)
         if place == 5:
-            stats = loader.stats()
-            assert stats.num_batches == 6
-            assert 0 < stats.samples_per_s < 1000
-            assert 0.0 < stats.step_share + stats.stall_share <= 1.001
-    assert "samples/s" in str(loader.stats())
+            metrics = loader.metrics()
+            assert metrics.num_batches == 6
+            assert 0 < metrics.samples_per_s < 1000
+            assert 0.0 < metrics.step_share + metrics.wait_share <= 1.001
+    assert "samples/s" in str(loader.metrics())
 
 
 def test_a_loader_that_has_run_can_be_copied_and_pickled() -> None:
@@ -297,7 +297,7 @@ def test_a_loader_that_has_run_can_be_copied_and_pickled() -> None:
 def test_a_loader_that_never_ran_has_an_empty_timeline() -> None:
     loader = DataLoader(range(4))
     assert loader.timeline().num_batches == 0
-    assert loader.stats().num_batches == 0
+    assert loader.metrics().num_batches == 0
     assert "No batch was delivered" in str(loader.timeline())
 
 

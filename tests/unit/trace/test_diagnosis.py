@@ -30,6 +30,25 @@ def test_workers_that_wait_are_reading() -> None:
     assert cause_of(cpu_share=0.05, pool="thread") == "decode"  # threads may wait for each other
 
 
+def test_workers_that_wait_for_object_storage() -> None:
+    def verdict(share: float, **network: Any) -> Any:
+        records = synthetic_traces.make_records(num_batches=60, cpu_share=0.05)
+        records["facts"]["network"] = network
+        for lane in records["lanes"][1:]:
+            for span in [span for span in lane["spans"] if span.kind == Kind.LEASE]:
+                end_ns = span.start_ns + int(share * (span.end_ns - span.start_ns))
+                lane["spans"].append(Record(Kind.NETWORK, "object storage", span.start_ns, end_ns))
+        return Timeline(records).verdict
+
+    slow = verdict(0.9, bytes_per_s=25e6, set_bytes=100, limit_bytes=40, is_ahead=True)
+    assert slow.cause == "network"
+    assert "25 MB/s" in "".join(slow.evidence)
+    assert slow.remedy.startswith("Packed(..., cache_bytes=100)")
+    assert "block_order" in verdict(0.9, set_bytes=1, limit_bytes=2, is_ahead=False).remedy
+    assert verdict(0.9, set_bytes="odd").cause == "network"
+    assert verdict(0.1).cause == "storage"
+
+
 def test_a_long_way_to_the_device() -> None:
     assert cause_of(fetch_ms=1.0, transfer_ms=20.0) == "transfer"
     assert cause_of(fetch_ms=1.0, transfer_ms=0.1) == "step"
@@ -146,13 +165,28 @@ def test_a_default_collate_is_not_replaced_by_itself() -> None:
     assert "collate_fn=None" not in Timeline(records).verdict.remedy
 
 
-@pytest.mark.parametrize(("cpu_s", "says"), [(0.1, "Other programs"), (0.9, "All 2 cores")])
-def test_cores_that_others_hold_are_not_blamed_on_decoding(cpu_s: float, says: str) -> None:
+@pytest.mark.parametrize(
+    ("cpu_s", "queued_s", "main_cpu_s", "cause", "says"),
+    [
+        (0.1, 0.6, 0.1, "other programs", "free core 60% of their time"),
+        (0.06, 0.44, 0.1, "storage", "Workers wait for data 50%"),
+        (0.1, 0.6, 1.5, "decode", "All 2 cores are in use."),  # the training process uses them
+        (0.6, 0.35, 0.1, "decode", "Other programs use them too: workers wait 35%"),
+        (0.9, 0.05, 0.1, "decode", "All 2 cores are in use."),
+    ],
+)
+def test_cores_that_others_hold_are_not_blamed_on_decoding(
+    cpu_s: float, queued_s: float, main_cpu_s: float, cause: str, says: str
+) -> None:
     worker = WorkerAccount(
-        number=0, fetch_s=1.0, cpu_s=cpu_s, queued_s=0.6, row_s=0.01, stall_busy_share=1.0
+        number=0, fetch_s=1.0, cpu_s=cpu_s, queued_s=queued_s, row_s=0.01, stall_busy_share=1.0
     )
-    account = idle(workers=(worker, worker), total_s=1.0, stall_s=0.9, step_s=0.1)
-    assert says in diagnose(account, {"cores": 2}).sentence
+    account = idle(
+        workers=(worker, worker), total_s=1.0, stall_s=0.9, step_s=0.1, main_cpu_s=main_cpu_s
+    )
+    verdict = diagnose(account, {"cores": 2})
+    assert verdict.cause == cause
+    assert says in verdict.sentence
 
 
 def test_what_more_workers_would_bring_is_a_sentence() -> None:
@@ -218,3 +252,43 @@ def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
     assert "8 workers instead of 2 would raise the rate" in verdict.sentence
     assert verdict.remedy == "DataLoader(..., num_workers=8)"
     assert str(verdict).splitlines()[-1] == f"  Try: {verdict.remedy}"
+
+
+def test_workers_of_loaders_that_ran_one_after_the_other_are_not_added_up() -> None:
+    def two_loaders(at_ms: float) -> Timeline:
+        first = synthetic_traces.make_records(num_batches=60, num_workers=4)
+        second = synthetic_traces.make_records(num_batches=20, num_workers=4, at_ms=at_ms)
+        return Timeline(merge_records([first, second]))
+
+    apart, together = two_loaders(60_000.0), two_loaders(1_000.0)
+    assert len(apart.account.workers) == 8
+    assert apart.account.num_workers == 4
+    assert any(line.startswith("4 workers,") for line in apart.verdict.evidence)
+    assert together.account.num_workers == 8  # control
+
+
+def test_a_loop_that_never_waits_is_not_told_what_workers_did_meanwhile() -> None:
+    fast = Timeline(synthetic_traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=30.0))
+    assert fast.verdict.cause == "step"
+    assert not any("while the loop waits" in line for line in fast.verdict.evidence)
+    slow = Timeline(synthetic_traces.make_records(num_batches=60))
+    assert any("while the loop waits" in line for line in slow.verdict.evidence)
+
+
+def test_more_workers_are_advised_only_where_they_help() -> None:
+    busy = WorkerAccount(number=0, fetch_s=0.9, cpu_s=0.9, row_s=0.01, stall_busy_share=1.0)
+    run = idle(workers=(busy,), stall_s=0.9, step_s=0.1, steady_rows=100)
+    helped = diagnose(run, {"cores": 4}, lambda num_workers: 300.0)
+    assert helped.remedy == "DataLoader(..., num_workers=4)"
+    refused = diagnose(run, {"cores": 4}, lambda num_workers: 101.0)
+    assert "num_workers" not in refused.remedy
+    assert "More workers would not load faster here." in refused.sentence
+
+
+def test_no_setting_is_advised_that_is_on_already() -> None:
+    inline = Account(num_batches=50, steady_s=1.0, loading_s=0.9, step_s=0.1)
+    assert "auto" in diagnose(inline, {"cores": 8}).remedy
+    assert "auto" not in diagnose(inline, {"cores": 8, "is_auto": True}).remedy
+    copies = Account(num_batches=50, steady_s=1.0, transfer_s=0.8, step_s=0.2)
+    assert "device=" in diagnose(copies, {}).remedy
+    assert "device=" not in diagnose(copies, {"device": "cuda"}).remedy

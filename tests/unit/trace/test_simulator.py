@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BadTrace
+from penstock.trace.accounting import make_account
 from penstock.trace.model import make_model
 from penstock.trace.record import Kind, Record
 from penstock.trace.simulator import (
@@ -16,6 +17,7 @@ from penstock.trace.simulator import (
     SimulatedRun,
     SimulationSettings,
     measure_costs,
+    predict_rate,
     simulate_run,
 )
 from support import synthetic_traces
@@ -123,3 +125,36 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_too_short_a_run_is_said_to_be_one(count: int) -> None:
     with pytest.raises(BadTrace, match="too few"):
         measure_costs(make_model(synthetic_traces.make_records(num_batches=count)), 10)
+
+
+@pytest.mark.parametrize("pause_ms", [0, 400])
+def test_predictions_are_at_most_linear_in_what_was_measured(pause_ms: int) -> None:
+    """Long pauses now and then are not in the costs, as where other programs come and go."""
+    ms = synthetic_traces.MS
+
+    def later(at_ns: int) -> int:
+        return at_ns + max(0, at_ns - 1000 * ms) // (100 * ms) * pause_ms * ms
+
+    records = synthetic_traces.make_records(num_batches=60, num_workers=1, step_ms=0.1, cores=8)
+    main, worker = records["lanes"]
+    worker["spans"] = [
+        span._replace(
+            start_ns=later(span.start_ns),
+            end_ns=later(span.start_ns) + span.end_ns - span.start_ns,
+        )
+        for span in worker["spans"]
+    ]
+    for place, span in enumerate(main["spans"]):
+        start_ns, end_ns = later(span.start_ns), later(span.end_ns)
+        if span.kind == Kind.BATCH:
+            more_ns = end_ns - start_ns - (span.end_ns - span.start_ns)
+            span = span._replace(a=span.a + more_ns, b=later(span.b) if span.b else 0)
+        main["spans"][place] = span._replace(start_ns=start_ns, end_ns=end_ns)
+    model = make_model(records)
+    measured = make_account(model).rate
+    for num_workers in (1, 2, 4):
+        predicted = predict_rate(model, num_workers)
+        assert predicted is not None
+        assert 0.5 * measured < predicted <= 1.001 * num_workers * measured
+    costs, settings = measure_costs(model, 100)  # control: without the measured rate
+    assert (simulate_run(costs, settings).rate > 2 * measured) is (pause_ms > 0)
