@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.machine.facts import Gpu
-from penstock.machine.kernel_files import parse_count, read_text
+from penstock.machine.kernel_files import parse_count, read_fields, read_text
 
 NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 DRM = Path("/sys/class/drm")
@@ -92,8 +92,7 @@ def _memory_bytes(node: Path, card: Path) -> int | None:
 
 def _properties(path: Path) -> dict[str, int]:
     """Return the numbers in a file of ``name value`` lines. Other lines are ignored."""
-    pairs = (line.split() for line in read_text(path).splitlines())
-    return {pair[0]: parse_count(pair[1]) or 0 for pair in pairs if len(pair) == 2}
+    return {name: parse_count(value) or 0 for name, value in read_fields(path).items()}
 
 
 def _folders(path: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from penstock.machine.kernel_files import parse_count, read_text
+from penstock.machine.kernel_files import parse_count, read_fields, read_text
 
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -103,9 +103,8 @@ def _memory_used_by(version: int, group: Path) -> int | None:
     if used is None:
         return None
     field = "inactive_file" if version == 2 else "total_inactive_file"
-    lines = [line.split() for line in read_text(group / "memory.stat").splitlines()]
-    cached = next((parse_count(line[1]) for line in lines if line[:1] == [field] and line[1:]), 0)
-    return max(0, used - (cached or 0))
+    cached = parse_count(read_fields(group / "memory.stat").get(field, "")) or 0
+    return max(0, used - cached)
 
 
 def _own_groups(membership: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota, memory_left_bytes
-from penstock.machine.kernel_files import parse_count, read_text
+from penstock.machine.kernel_files import parse_count, read_fields, read_text
 
 _resource: Any = None
 with suppress(ImportError):  # not on Windows
@@ -306,3 +306,42 @@ def queued_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def busy_s_of(pid: int) -> float | None:
+    """Return the seconds that a process computed, or its first thread waited for a core.
+
+    None means unknown: it has ended, or the system does not say.
+
+    Example:
+        >>> import os
+        >>> known = busy_s_of(os.getpid())
+        >>> known is None or known > 0
+        True
+    """
+    try:
+        computed_ns, queued_ns, _ = map(int, Path(f"/proc/{pid}/schedstat").read_bytes().split())
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        num_ticks = int(fields[11]) + int(fields[12])  # all threads, in hundredths of a second
+        computed_s = max(computed_ns * 1e-9, num_ticks / os.sysconf("SC_CLK_TCK"))
+        return computed_s + queued_ns * 1e-9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def io_bytes(pid: int) -> tuple[int, int] | None:
+    """Return how much a process has read from files, and how much of that from a disk.
+
+    None means unknown. The first number includes files in the page cache and on the network.
+
+    Example:
+        >>> import os
+        >>> counted = io_bytes(os.getpid())
+        >>> counted is None or counted[0] > 0
+        True
+    """
+    if sys.platform != "linux":
+        return None
+    found = read_fields(Path(f"/proc/{pid}/io"))
+    total, disk = (parse_count(found.get(name, "")) for name in ("rchar", "read_bytes"))
+    return None if total is None or disk is None else (total, disk)

@@ -17,6 +17,12 @@ def read_text(path: Path) -> str:
         return ""
 
 
+def read_fields(path: Path) -> dict[str, str]:
+    """Return the values in a file of lines such as ``oom_kill 3`` or ``State: S``, by name."""
+    lines = (line.replace(":", " ", 1).split(None, 1) for line in read_text(path).splitlines())
+    return {line[0]: line[1].strip() for line in lines if len(line) == 2}
+
+
 def parse_count(text: str) -> int | None:
     """Return the non-negative integer in a text, or None.
 

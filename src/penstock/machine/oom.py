@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, groups_above, memory_limit_of
-from penstock.machine.kernel_files import parse_count, read_text
+from penstock.machine.kernel_files import parse_count, read_fields, read_text
 
 VMSTAT = Path("/proc/vmstat")
 
@@ -85,7 +85,7 @@ class OomCount(NamedTuple):
         counts = (_count(*place) for place in groups_above("memory", mount, membership))
         return cls(
             groups=tuple(count for count in counts if count is not None),
-            num_host_kills=_field(read_text(vmstat), "oom_kill"),
+            num_host_kills=_counts(vmstat).get("oom_kill"),
             host_bytes=_host_bytes(),
         )
 
@@ -137,10 +137,10 @@ class OomCount(NamedTuple):
 
 def _count(version: int, group: Path) -> GroupCount | None:
     if version == 2:
-        events = read_text(group / "memory.events")
-        kills, refusals = _field(events, "oom_kill"), _field(events, "oom")
+        events = _counts(group / "memory.events")
+        kills, refusals = events.get("oom_kill"), events.get("oom")
     else:
-        kills = _field(read_text(group / "memory.oom_control"), "oom_kill")
+        kills = _counts(group / "memory.oom_control").get("oom_kill")
         refusals = parse_count(read_text(group / "memory.failcnt"))
     if kills is None and refusals is None:
         return None
@@ -152,13 +152,8 @@ def _count(version: int, group: Path) -> GroupCount | None:
     )
 
 
-def _field(text: str, name: str) -> int | None:
-    """Return the number after a name in lines such as ``oom_kill 3``."""
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return parse_count(value)
-    return None
+def _counts(path: Path) -> dict[str, int | None]:
+    return {name: parse_count(value) for name, value in read_fields(path).items()}
 
 
 def _growth(now: int | None, before: int | None) -> int | None:

@@ -23,7 +23,7 @@ from penstock.options import check_count, check_seed
 from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation
 from penstock.order.ranks import RankShard
-from penstock.order.samplers import ShardedOrder
+from penstock.order.samplers import ShardedOrder, hash_array
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -111,6 +111,9 @@ class BucketedBatches(ShardedOrder):
         key = make_key(BATCH_STREAM, self.seed, self.epoch)
         self._order = Permutation(self.length, key)
         self._shuffles: dict[int, Permutation] = {}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"samples": hash_array(self._samples), "buckets": hash_array(self._batches_before)}
 
     def batch_at(self, position: int) -> list[int]:
         """Return the indices of the batch at ``position`` of the epoch, on any rank."""

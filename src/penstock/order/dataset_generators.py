@@ -207,6 +207,11 @@ class DatasetGenerators:
         for one, state in zip(self._readable(), states, strict=False):
             one.access.restore(state)
 
+    def moved_since(self, states: list[State]) -> list[str]:
+        """Return the generators that were drawn from since :meth:`save`."""
+        pairs = zip(self._readable(), states, strict=False)
+        return [str(one) for one, state in pairs if one.access.save() != state]
+
     def set_unreadable(self, seed: int) -> None:
         """Set the generators whose state cannot be read."""
         readable = {id(one.access.seed) for one in self._readable()}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import NoStopIteration
 from penstock.order.keys import WORKER_STREAM, make_key
-from penstock.order.samplers import Order
+from penstock.order.samplers import Order, ShardedOrder
 from penstock.user_objects import probe
 
 Effect = Callable[[], None]
@@ -323,6 +323,12 @@ class EpochIndices:
         is_plain = type(self._indices) is BatchSampler
         sampler = self._indices.sampler if is_plain else self._indices
         return sampler if isinstance(sampler, Order) else None
+
+    @property
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Fingerprint of the Penstock sampler or batch sampler, or None for any other."""
+        found = self._indices if self.order is None else self.order
+        return found.fingerprint if isinstance(found, ShardedOrder) else None
 
     def counter(self) -> Callable[[], dict[str, int]] | None:
         """Return a function that counts the delivered samples of each source of a mixture."""

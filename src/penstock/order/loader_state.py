@@ -11,14 +11,20 @@ from typing import Any
 
 from penstock.errors import BadState
 from penstock.order.epoch_state import EpochPosition, fits_generator
+from penstock.order.stream_state import refuse_stateless
 
-VERSION = 1
+VERSION = 2
+"""Version 1 did not record the order."""
+
 MOST = 1 << 62
 """Largest epoch and largest position, as in ``set_epoch``."""
 
 _SEEDS = ("seed", "base_seed", "shuffle_seed")
-_OWN = ("sampler", "dataset", "sources", "generator_state", "bad")
+_OWN = ("sampler", "dataset", "order", "generator_state", "bad")
 """Entries that are not numbers. The loader they belong to checks them."""
+
+_UNRECORDED: dict[str, Any] = {}
+"""The order of a state of version 1. It is not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,8 @@ class LoaderState:
         global_batch: Number of samples in a batch of all ranks together.
         generator_state: State of the user's generator before the order was drawn from it.
         sampler, dataset: Their ``state_dict()``, if they have one.
-        sources: Fingerprint of the sources of a mixture (:meth:`penstock.Mixture.fingerprint`).
+        order: Fingerprint of the Penstock sampler
+            (:attr:`~penstock.order.samplers.ShardedOrder.fingerprint`). None for any other sampler.
         bad: ``positions`` of bad samples in this epoch, and the indices of samples that crashed or
             hung workers (``poison``).
     """
@@ -49,7 +56,7 @@ class LoaderState:
     num_workers: int | None = None
     sampler: Any = None
     dataset: Any = None
-    sources: dict[str, Any] | None = None
+    order: dict[str, Any] | None = None
     bad: dict[str, list[Any]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +64,7 @@ class LoaderState:
 
         Example:
             >>> LoaderState(epoch=2, position=640, seed=0, length=1000).to_dict()
-            {'version': 1, 'epoch': 2, 'position': 640, 'seed': 0, 'length': 1000}
+            {'version': 2, 'epoch': 2, 'position': 640, 'seed': 0, 'length': 1000}
         """
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return {"version": VERSION, **values}
@@ -73,13 +80,16 @@ class LoaderState:
         if not isinstance(values, dict) or "version" not in values:
             raise BadState(f"not a loader state: {str(values)[:80]}")
         version = values["version"]
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise BadState(
-                f"the state has version {version!r}, but this version of Penstock reads {VERSION}",
+                f"the state has version {version!r}, but this version of Penstock reads 1 to "
+                f"{VERSION}",
                 remedy="resume with the Penstock version that saved it, or restart the epoch",
             )
         content = {name: value for name, value in values.items() if name != "version"}
         _refuse_entries(content)
+        if version == 1:
+            content["order"] = _UNRECORDED
         _refuse_bad(content.get("bad"))
         state = cls(**content)
         state._refuse_impossible()
@@ -112,21 +122,20 @@ class LoaderState:
         """Check that this state belongs to a loader whose state is ``now``.
 
         Raises:
-            BadState: The sources, dataset length, seed or global batch differs. The message shows
+            BadState: The sampler, dataset length, seed or global batch differs. The message shows
                 both values.
         """
         names = {"length": "samples", "seed": "seed", "global_batch": "samples in a global batch"}
-        unlike = [
+        unlike = _unlike_orders(self.order, now.order) or [
             f"{words}: {getattr(self, name)} in the state, {getattr(now, name)} here"
             for name, words in names.items()
             if getattr(self, name) != getattr(now, name)
         ]
-        unlike = [*_unlike_sources(self.sources, now.sources), *unlike]
         if unlike:
             raise BadState(
                 f"the state belongs to a different loader; {'; '.join(unlike)}",
-                remedy="use the dataset, seed=, batch_size= and number of ranks it was saved with "
-                "(the number of ranks can change if ranks x batch_size stays the same)",
+                remedy="use the dataset, sampler, seed=, batch_size= and number of ranks it was "
+                "saved with (the number of ranks can change if ranks x batch_size stays the same)",
             )
 
     def refuse_foreign(
@@ -180,7 +189,7 @@ class LoaderState:
                 f"the state has no {' and no '.join(missing)}: it was truncated or edited"
             )
 
-    def refuse_streams(self, now: int) -> None:
+    def refuse_streams(self, now: int, dataset: Any) -> None:
         """Check that ``now`` workers can resume, because workers divide an iterable dataset."""
         before = self.num_workers
         if before is not None and before != now and max(before, now) > 1:
@@ -191,6 +200,8 @@ class LoaderState:
             )
         if self.dataset is not None and not _are_streams(self.dataset, max(1, now)):
             raise BadState(f"the state's dataset is {str(self.dataset)[:80]}: it was edited")
+        if self.dataset is not None and self.dataset["streams"]:
+            refuse_stateless(dataset)
 
     @classmethod
     def at(cls, position: EpochPosition, **known: Any) -> LoaderState:
@@ -230,28 +241,29 @@ class LoaderState:
         )
 
 
-def _unlike_sources(saved: Any, now: Any) -> list[str]:
-    """Return the differences between two fingerprints of a mixture's sources."""
-    if saved == now:
+def _unlike_orders(saved: Any, now: dict[str, Any] | None) -> list[str]:
+    """Return the first difference between the fingerprints of two orders, if there is one."""
+    if saved == now or saved is _UNRECORDED:
         return []
-    if not isinstance(saved, dict) or not isinstance(now, dict):
-        kinds = ["no mixture" if one is None else "a mixture" for one in (saved, now)]
-        return [f"{kinds[0]} in the state, {kinds[1]} here"]
-    if saved.get("number") != now["number"]:
-        return [f"sources: {saved.get('number')} in the state, {now['number']} here"]
-    unlike = []
-    for name in {**now, **saved}:
-        before, after = saved.get(name), now.get(name)
-        if before == after:
-            continue
-        if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
-            unlike.append(f"{name} of the sources: {before} in the state, {after} here")
-            continue
-        pairs = zip(before, after, strict=True)
-        place, pair = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
-        what = f"{name}[{place}] of the sources"
-        unlike.append(f"{what}: {pair[0]!r} in the state, {pair[1]!r} here")
-    return unlike
+    if not isinstance(saved, dict) or now is None or saved.get("sampler") != now["sampler"]:
+        kinds = [
+            one.get("sampler") if isinstance(one, dict) else "not a Penstock sampler"
+            for one in (saved, now)
+        ]
+        return [f"sampler: {kinds[0]} in the state, {kinds[1]} here"]
+    return [_first_difference(saved, now, f"of {now['sampler']}")]
+
+
+def _first_difference(saved: dict[str, Any], now: dict[str, Any], owner: str) -> str:
+    name = next(name for name in {**now, **saved} if saved.get(name) != now.get(name))
+    before, after = saved.get(name), now.get(name)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return _first_difference(before, after, f"of the {name}")
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = enumerate(zip(before, after, strict=True))
+        place, (before, after) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+        name = f"{name}[{place}]"
+    return f"{name} {owner}: {before!r} in the state, {after!r} here"
 
 
 def _are_streams(content: Any, num_workers: int) -> bool:

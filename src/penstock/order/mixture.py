@@ -33,7 +33,7 @@ from penstock.options import check_count, check_max_bad
 from penstock.order.interleave import MAX_TERM, Interleaving, first_true, slot_terms
 from penstock.order.keys import GOLDEN, MASK, MIX_STREAM, make_key, mix64, mix64_many
 from penstock.order.permutation import check_index, check_indices
-from penstock.order.samplers import BlockOrder, Order
+from penstock.order.samplers import BlockOrder, Order, hash_array
 from penstock.order.shuffle_many import place_in_shuffle, shuffle_many
 from penstock.user_objects import probe
 
@@ -143,16 +143,16 @@ class Mixture:
         self._stop = stop
         self._num_positions = length
         self._takes_batches = all(callable(probe(one, "__getitems__")) for one in self.datasets)
-        for _, weights in changes:
-            self._check_weights(weights)
+        for position, weights in changes:
+            self._check_weights(weights, f"weights_at[{position}]: " if position else "")
 
-    def _check_weights(self, weights: list[Fraction]) -> None:
+    def _check_weights(self, weights: list[Fraction], where: str) -> None:
         if not any(weights):
-            raise BadArgument("all weights are 0", remedy=_USAGE)
+            raise BadArgument(f"{where}all weights are 0", remedy=_USAGE)
         for name, length, weight in zip(self.names, self.lengths, weights, strict=True):
             if weight and not length:
                 raise BadArgument(
-                    f"source {name!r} has weight {float(weight):g}, but no samples",
+                    f"{where}source {name!r} has weight {float(weight):g}, but no samples",
                     remedy="a weight of 0 for it, or leave it out",
                 )
 
@@ -237,8 +237,8 @@ class Mixture:
         lists: dict[str, Any] = {
             "names": self.names,
             "lengths": self.lengths,
-            "weights": [_shares(weights) for _, weights in self._changes],
             "positions of weights": [term for term, _ in self._changes],
+            "weights": [_shares(weights) for _, weights in self._changes],
         }
         contents = list(map(_describe_content, self.datasets))
         if any(contents):
@@ -272,7 +272,6 @@ class MixtureOrder(Order):
     ) -> None:
         self.shuffle = shuffle
         self.mixture: Mixture = mixture
-        self.fingerprint = {**mixture.fingerprint(), "shuffle": shuffle}
         batch_size = check_count("batch_size", options.get("batch_size", 1), 1)
         self._group = batch_size * check_count("world_size", options.get("world_size", 1), 1)
         self._sequence = mixture.interleaving(self._group)
@@ -298,6 +297,13 @@ class MixtureOrder(Order):
             )
         self._key = make_key(MIX_STREAM, self.seed, 0 if is_endless else self.epoch)
 
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "shuffle": self.shuffle,
+            "sources": self.mixture.fingerprint(),
+            "global_batch": self._group,
+        }
+
     def _is_permuted(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which positions are in a complete global batch. Its terms are permuted."""
         return positions < self.length // self._group * self._group
@@ -311,9 +317,7 @@ class MixtureOrder(Order):
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         places = check_indices(positions, self.length).astype(np.int64, copy=False).reshape(-1)
-        sources, turns = self._sequence.draw(self._terms(places))
-        if not self.shuffle:
-            turns = self._sorted_turns(places, sources, turns)
+        sources, turns = self._turns(places)
         lengths = self._lengths[sources]
         passes = turns // lengths
         found = turns - passes * lengths
@@ -349,28 +353,27 @@ class MixtureOrder(Order):
             self._block_orders[source] = key, order
         return order
 
-    def _sorted_turns(
-        self,
-        places: npt.NDArray[np.int64],
-        sources: npt.NDArray[np.int64],
-        turns: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
-        """Return the turns, such that a source has its own in the order of positions.
+    def _turns(
+        self, places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the sources at several positions, and how many samples of them come before.
 
-        The terms of a batch are permuted. That does not matter to a shuffled source.
+        The terms of a batch are permuted, and turns with them. A source that is not shuffled has
+        its turns in the order of positions instead.
         """
+        sources, turns = self._sequence.draw(self._terms(places))
         (inside,) = np.nonzero(self._is_permuted(places))
-        if self._group == 1 or not len(inside):
-            return turns
+        if self.shuffle or self._group == 1 or not len(inside):
+            return sources, turns
         batches = places[inside] // self._group
-        found = np.array(turns)
+        turns = np.array(turns)
         for some in _split(np.unique(batches), max(1, BLOCK // self._group)):
             chosen = inside[(batches >= some[0]) & (batches <= some[-1])]
             rows = np.searchsorted(some, places[chosen] // self._group)
             starts = some * self._group + self._first_term
             before = _num_before(self._batch_sources(some))[rows, places[chosen] % self._group]
-            found[chosen] = before + self._sequence.turns_at(starts[rows], sources[chosen])
-        return found
+            turns[chosen] = before + self._sequence.turns_at(starts[rows], sources[chosen])
+        return sources, turns
 
     def _batch_sources(self, batches: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the sources of complete global batches, one row for each batch."""
@@ -427,16 +430,10 @@ class MixtureOrder(Order):
 
     def _position_of_turn(self, source: int, turn: int) -> int:
         place = self._sequence.find_turn(source, turn) - self._first_term
-        batch, slot = divmod(place, self._group)
-        if not self._is_permuted(np.array([place]))[0]:
-            return place
-        if self.shuffle:
-            (slots,) = np.nonzero(slot_terms(self._group) == slot)
-            return batch * self._group + int(slots[0])
-        start = np.array([batch * self._group + self._first_term])
-        before = int(self._sequence.turns_at(start, np.array([source]))[0])
-        (slots,) = np.nonzero(self._batch_sources(np.array([batch]))[0] == source)
-        return batch * self._group + int(slots[turn - before])
+        first = place // self._group * self._group
+        batch = np.arange(first, min(first + self._group, self.length))
+        sources, turns = self._turns(batch)
+        return int(batch[(sources == source) & (turns == turn)][0])
 
 
 def _split(values: npt.NDArray[np.int64], size: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -487,7 +484,7 @@ def _length_of(source: Any, name: str) -> int:
     return check_count(f"len(source {name!r})", len(source))
 
 
-def _to_fraction(weight: Any, place: int) -> Fraction:
+def _to_fraction(weight: Any, source: int, where: str = "") -> Fraction:
     """Return a weight as an exact fraction: 0.1 is 3602879701896397 / 2**55, as the float is."""
     try:
         if isinstance(weight, (bool, str)):
@@ -497,7 +494,7 @@ def _to_fraction(weight: Any, place: int) -> Fraction:
         found = Fraction(-1)
     if found < 0:
         raise BadArgument(
-            f"weight {weight!r} of source {place} must be a finite, non-negative number",
+            f"{where}weight {weight!r} of source {source} must be a finite, non-negative number",
             remedy=_USAGE,
         )
     return found
@@ -506,26 +503,39 @@ def _to_fraction(weight: Any, place: int) -> Fraction:
 def _read_changes(
     weights: list[Any], weights_at: Mapping[int, Weights] | None
 ) -> list[tuple[int, list[Fraction]]]:
-    changes = [(0, [_to_fraction(weight, place) for place, weight in enumerate(weights)])]
+    changes = [(0, [_to_fraction(weight, source) for source, weight in enumerate(weights)])]
     if weights_at is not None and not isinstance(weights_at, Mapping):
         raise BadArgument(
             f"weights_at={weights_at!r} must map positions to lists of weights",
             remedy="weights_at={10_000: [1, 3]}",
         )
-    for position, changed in sorted((weights_at or {}).items()):
-        check_count("a position of weights_at", position, 1, MAX_TERM)
+    given: dict[Any, Any] = dict(weights_at or {})
+    for position in given:
+        if not hasattr(type(position), "__index__") or not 1 <= position <= MAX_TERM:
+            raise BadArgument(
+                f"weights_at has the position {position!r}, which must be an integer of at least 1",
+                remedy="weights_at={10_000: [1, 3]}. Weights from the start are those of the pairs",
+            )
+    for position, changed in sorted(given.items()):
+        where = f"weights_at[{position}]"
+        if not isinstance(changed, Iterable) or isinstance(changed, (str, Mapping)):
+            raise BadArgument(
+                f"{where} is {changed!r}, and must be a list of weights",
+                remedy=f"weights_at={{{position}: [{', '.join('1' * len(weights))}]}}",
+            )
         values = list(changed)
         if len(values) != len(weights):
             raise BadArgument(
-                f"weights_at[{position}] has {len(values)} weights for {len(weights)} sources",
+                f"{where} has {len(values)} weights for {len(weights)} sources",
                 remedy="one weight for each source, 0 to leave a source out",
             )
-        changes.append((position, [_to_fraction(one, at) for at, one in enumerate(values)]))
+        found = [_to_fraction(one, source, f"{where}: ") for source, one in enumerate(values)]
+        changes.append((position, found))
     return changes
 
 
 def _check_stop(stop: Any, length: Any) -> str:
-    BadArgument.unless_one_of("stop", stop, ("first", "all"))
+    BadArgument.unless_one_of("stop", stop, ("first", "all"), "penstock.mix")
     if length is not None and stop != "first":
         raise BadArgument(
             f"stop={stop!r} and length={length} cannot be combined", remedy=f"length={length}"
@@ -564,7 +574,7 @@ def _describe_content(source: Any) -> str | None:
         return own
     if not isinstance(starts, np.ndarray) or len(starts) > len(source):  # one sample in each block
         return None
-    return hashlib.sha256(starts.astype("<i8").tobytes()).hexdigest()[:16]
+    return hash_array(starts)
 
 
 def _shares(weights: list[Fraction]) -> list[float]:

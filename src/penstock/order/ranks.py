@@ -114,6 +114,25 @@ class RankShard:
         return num_left * self.rank // size, num_left * (self.rank + 1) // size
 
 
+_ORDER_MAKERS = {"BlockOrder": "dataset.block_order", "MixtureOrder": "mixture.order"}
+
+
+def refuse_ranks(sampler: Any) -> BadArgument:
+    """Return the error for ranks of a loader that has a sampler, or an iterable dataset (None)."""
+    kind, remedy = type(sampler).__name__, "DataLoader(..., shard=True) without sampler"
+    if hasattr(sampler, "world_size"):  # one of ours, which divides itself
+        remedy = (
+            f"sampler={_ORDER_MAKERS.get(kind, kind)}(..., rank=torch.distributed.get_rank(), "
+            "world_size=torch.distributed.get_world_size()), without shard=True"
+        )
+    elif sampler is None:
+        remedy = "divide the samples in the dataset's __iter__, by torch.distributed.get_rank()"
+    return BadArgument(
+        "shard, rank and world_size cannot be combined with a sampler or an iterable dataset",
+        remedy=remedy,
+    )
+
+
 def find_rank(shard: bool, rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return (rank, world_size) of this process, from a loader's options.
 

@@ -3,6 +3,7 @@
     SampleRandomness, before a sample   active.rng = rng; rng.position = position
     the user's code in the sample       penstock.rng() -> Generator of (seed, epoch, position)
     SampleRandomness, after the sample  rng.position = OUTSIDE
+    AsyncSamples, before a sample       of_task: a context variable of the sample's task
 
 The Generator is a Philox. Its key is computed from (seed, epoch) and its counter is set to the
 position, so each sample has its own 2**128 numbers. Each thread has one Generator. It is reset for
@@ -13,6 +14,7 @@ Samples that do not call ``rng()`` have no overhead.
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,12 @@ class SampleRng:
         self._key = (key, mix64(key))
         self._generator = None
 
+    def at(self, position: int) -> SampleRng:
+        """Return the generators of one sample, for samples that are in flight together."""
+        alone = SampleRng()
+        alone._key, alone.position = self._key, position
+        return alone
+
     def generator(self) -> np.random.Generator:
         """Return the sample's generator. Later calls in the same sample continue its stream."""
         self.was_asked = True
@@ -71,6 +79,8 @@ class _Active(threading.local):
 
 active = _Active()
 """``active.rng`` belongs to the loader whose samples this thread loads, or loaded last."""
+of_task: ContextVar[SampleRng | None] = ContextVar("penstock_rng", default=None)
+"""The generators of the async sample that the current task loads."""
 
 
 def rng() -> np.random.Generator:
@@ -100,6 +110,8 @@ def rng() -> np.random.Generator:
     """
     current = active.rng
     if current is None or current.position == OUTSIDE:
+        current = of_task.get()
+    if current is None:
         seeds = np.random.randint(0, 1 << 32, size=4, dtype=np.uint64)
         return np.random.Generator(np.random.Philox(np.random.SeedSequence(seeds.tolist())))
     return current.generator()

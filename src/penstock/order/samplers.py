@@ -66,6 +66,23 @@ class ShardedOrder:
         """The epoch position, counted over all ranks, at which this order begins."""
         return self._shard.start
 
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What determines the order, apart from the epoch, as plain values.
+
+        A saved state keeps it. A state from a different order is refused, because resuming from it
+        would lose some samples and repeat others.
+
+        Example:
+            >>> SeededOrder(10, seed=1).fingerprint
+            {'sampler': 'SeededOrder', 'seed': 1, 'shuffle': True}
+        """
+        return {"sampler": type(self).__name__, "seed": self.seed, **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the entries of the fingerprint that this kind of order adds or changes."""
+        return {}
+
     def set_epoch(self, epoch: int) -> None:
         """Switch to a different epoch. Iterations in progress are not affected."""
         self.epoch = check_count("epoch", epoch, most=(1 << 63) - 1)
@@ -120,11 +137,9 @@ class Order(ShardedOrder):
 
     Attributes:
         mixture: The dataset, if it is a :class:`penstock.Mixture`.
-        fingerprint: What a saved state keeps of the sources of a mixture.
     """
 
     mixture: Any = None
-    fingerprint: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -190,13 +205,17 @@ class Order(ShardedOrder):
     def __getitem__(self, place: int) -> int:
         return self.index_at(self._position(place) % self.length)
 
+    def indices(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return this rank's indices from its place ``first`` up to ``last`` or the end."""
+        positions = self._shard.positions(first, min(last, len(self)))
+        if self._shard.padding:
+            positions %= self.length
+        return self.at(positions)
+
     def __iter__(self) -> Iterator[int]:
         frozen = copy.copy(self)  # set_epoch must not change an iteration in progress
         for first in range(0, len(frozen), CHUNK):
-            positions = frozen._shard.positions(first, min(first + CHUNK, len(frozen)))
-            if frozen._shard.padding:
-                positions %= frozen.length
-            yield from frozen.at(positions).tolist()
+            yield from frozen.indices(first, first + CHUNK).tolist()
 
 
 class SeededOrder(Order):
@@ -241,6 +260,9 @@ class SeededOrder(Order):
         if self.shuffle:
             key = make_key(ORDER_STREAM, self.seed, self.epoch)
             self._permutation = Permutation(self.length, key)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"shuffle": self.shuffle}
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         return self._permutation.at(positions)
@@ -287,6 +309,9 @@ class WeightedOrder(Order):
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self._key = make_key(WEIGHT_STREAM, self.seed, self.epoch)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"weights": hash_array(self._cumulative)}
 
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         places = check_indices(positions, self.length)
@@ -368,6 +393,11 @@ class BlockOrder(Order):
         place = self._blocks.position_of(num_blocks - 1) if num_blocks else 0
         self._short_group, self._short_place = divmod(place, self.num_mixed)
 
+    def _settings(self) -> dict[str, Any]:
+        if self._block_starts is None:
+            return {"block_size": self.block_size, "num_mixed": self.num_mixed}
+        return {"block_starts": hash_array(self._block_starts), "num_mixed": self.num_mixed}
+
     def at(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
         places = check_indices(positions, self.length).astype(np.int64).reshape(-1)
         is_even = self._block_starts is None
@@ -436,6 +466,19 @@ def check_block_starts(block_starts: npt.ArrayLike) -> npt.NDArray[np.int64]:
             remedy="np.cumsum([0, *num_samples_of_each_block])",
         )
     return np.array(found, np.int64)
+
+
+def hash_array(values: npt.NDArray[Any]) -> str:
+    """Return a short hash of an array's values, for fingerprints.
+
+    Example:
+        >>> hash_array(np.arange(3, dtype=np.int64))
+        'ab25350e3e65efeb'
+    """
+    from hashlib import sha256
+
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    return sha256(little.tobytes()).hexdigest()[:16]
 
 
 def _count(length: Any) -> Any:

@@ -7,9 +7,11 @@ Tested by ``tests/integration/order/test_stream_resume.py``.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.errors import BadState
 from penstock.order.epoch_state import has_own_state, own_state_of
 
 _SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"
@@ -20,6 +22,9 @@ def stream_state_of(dataset: Any) -> Any:
     """Return a copy of the dataset's state. None if it has none, or only an inexact one.
 
     A base class often has a ``state_dict()`` that only raises NotImplementedError. That is none.
+
+    Raises:
+        BadState: ``state_dict()`` raises an exception, or its result cannot be copied.
     """
     if not has_exact_state(dataset):
         return None
@@ -27,6 +32,33 @@ def stream_state_of(dataset: Any) -> Any:
         return own_state_of(dataset)
     except NotImplementedError:
         return None
+    except Exception as error:
+        name = type(dataset).__name__
+        raise BadState(
+            f"{name}.state_dict() raised {type(error).__name__}: {error}",
+            where=_last_line_of(error),
+            likely="state_dict() is called after each batch, so that the loader can resume there. "
+            "It must return plain values that can be copied.",
+            remedy=f"mend {name}.state_dict(), or remove it. Without it, a resumed loader loads "
+            "the delivered batches again",
+        ) from error
+
+
+def _last_line_of(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+
+
+def refuse_stateless(dataset: Any) -> None:
+    """Raise BadState if a saved position of the dataset cannot be restored."""
+    if not has_own_state(dataset):
+        name = type(dataset).__name__
+        raise BadState(
+            f"the state contains the position of an iterable dataset, and {name} has no "
+            "state_dict() and load_state_dict()",
+            likely="it was saved with another dataset, or before these methods were removed.",
+            remedy=f"the dataset that was used then, or {name}.load_state_dict(self, state)",
+        )
 
 
 def has_exact_state(dataset: Any) -> bool:

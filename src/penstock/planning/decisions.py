@@ -103,6 +103,9 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     pool = choose_pool(machine, request, work, workers.value)
     if pool.value == "thread" and work.is_iterable and workers.value > 1:
         workers = Choice(1, "threads cannot divide an iterable dataset", "rule")
+    if pool.value == "thread" and work.in_flight and workers.value > 1:
+        reason = "threads share one dataset, whose connections belong to one event loop"
+        workers = Choice(1, reason, "rule")
     if pool.value != "process":
         method = Choice(None, f"the {pool.value} pool starts no process", "rule")
     plan = Plan(
@@ -152,6 +155,8 @@ def _why_processes(request: LoaderRequest, work: Workload) -> str | None:
         return "worker_init_fn sets up each worker, and threads share one dataset"
     if work.is_iterable:
         return "threads cannot divide an iterable dataset"
+    if work.in_flight:
+        return "each worker process has an event loop of its own for async samples"
     return None
 
 

@@ -44,6 +44,8 @@ class Workload(NamedTuple):
             uses on this machine, summed over all cores.
         is_iterable: True for an IterableDataset, which every worker would read completely.
         is_in_memory: True if the engine slices it (TensorDataset and similar).
+        in_flight: Async samples that a worker has in flight at once. 0: the dataset is not async.
+        most_useful: More workers than this were tried, and samples did not arrive faster.
         stays_because: The reason why the dataset cannot be sent to a worker process.
     """
 
@@ -55,4 +57,6 @@ class Workload(NamedTuple):
     step_busy_s: float = 0.0
     is_iterable: bool = False
     is_in_memory: bool = False
+    in_flight: int = 0
+    most_useful: int | None = None
     stays_because: str | None = None

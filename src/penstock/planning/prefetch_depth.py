@@ -21,14 +21,24 @@ class PrefetchDepth:
 
     Args:
         asked_depth: Batches in flight per worker. None: chosen from measured times.
+        in_flight: Async samples that a worker has in flight. It gets at least the batches of these,
+            and two more. 0 if the dataset is not async.
     """
 
-    def __init__(self, asked_depth: int | None, num_workers: int) -> None:
+    def __init__(self, asked_depth: int | None, num_workers: int, in_flight: int = 0) -> None:
         self._asked_depth = asked_depth
+        self._in_flight = in_flight
         self._num_workers = num_workers
         self._sample_s = 0.0
         self._num_rows = self._num_batches = 0
-        self.depth = asked_depth if asked_depth is not None else MIN_DEPTH
+        self._depth = asked_depth if asked_depth is not None else MIN_DEPTH
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight per worker."""
+        if not self._in_flight or not self._num_batches:
+            return self._depth
+        return max(self._depth, -(-self._in_flight // self.rows_per_batch) + 2)
 
     def open_batch(self, rows: int) -> None:
         """Record a batch of ``rows`` samples that is about to be leased."""
@@ -57,7 +67,7 @@ class PrefetchDepth:
         if batch_bytes:
             fitting = MAX_DEPTH_BYTES // (batch_bytes * self._num_workers)
             depth = max(MIN_DEPTH, min(depth, fitting))
-        self.depth = depth
+        self._depth = depth
 
     def num_parts(self, rows: int, *, is_first: bool) -> int:
         """Return the number of parts a batch is split into.

@@ -39,7 +39,6 @@ WORTH_SHARE = 0.9
 NEAR_BEST = 1.05
 GPU_BOUND_SHARE = 0.05
 """If loading takes less than this fraction of a step, no worker is used."""
-MAX_WAITING_WORKERS = 32
 PER_CORE = 8
 WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20, THREAD: 1 << 20}
 """Private memory of a worker. Idle workers measured 10 and 146 MiB. The rest is a margin for the
@@ -56,6 +55,7 @@ class Ceiling(NamedTuple):
     reason: str
 
 
+_NOT_FASTER = "more workers were tried and were not faster"
 _OWN_CEILING = Ceiling(
     num_workers=64, reason="more than 64 workers are started only if num_workers is given"
 )
@@ -171,6 +171,8 @@ def _round_s(num_workers: int, machine: Machine, work: Workload, batch_size: int
     wall_s = (work.sample_s or 0.0) * batch_size
     busy_s = wall_s * (1.0 if work.busy_share is None else work.busy_share)
     computed_s = (busy_s + work.step_busy_s + HANDOVER_S) / machine.usable_cores
+    if work.in_flight:  # timed with one batch in flight; a worker has more
+        wall_s = max(busy_s, wall_s * min(1.0, batch_size / work.in_flight))
     loaded_s, step_s = (wall_s + HANDOVER_S) / num_workers, work.step_s or 0.0
     if loaded_s <= step_s:
         loaded_s *= SLACK  # batch times vary, and a late batch delays the step
@@ -182,9 +184,13 @@ def _start_s(num_workers: int, machine: Machine, method: str) -> float:
 
 
 def _waits(work: Workload) -> str:
+    if work.in_flight:
+        return f"; each has up to {work.in_flight} async samples in flight"
     if work.busy_share is None or work.busy_share > 0.8:
         return ""
-    return f"; samples wait {1 - work.busy_share:.0%} of the time, so workers can outnumber cores"
+    tried = f"; {_NOT_FASTER}" if work.most_useful is not None else ""
+    shown = f"{1 - work.busy_share:.0%}"
+    return f"; samples wait {shown} of the time, so workers can outnumber cores{tried}"
 
 
 def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
@@ -193,13 +199,16 @@ def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: s
     if ranks > 1:
         reason = f"{count(cores, 'usable core')} shared by {ranks} ranks on this machine"
         most = Ceiling(num_workers=max(1, cores // ranks), reason=reason)
-    if work.busy_share is not None and work.busy_share < 0.8:
+    if not work.in_flight and work.busy_share is not None and work.busy_share < 0.8:
         share = max(work.busy_share, 0.01)
-        waiting = min(MAX_WAITING_WORKERS, PER_CORE * cores, int(most.num_workers / share))
+        waiting = min(_OWN_CEILING.num_workers, int(most.num_workers / share))
         reason = "samples spend much of their time waiting"
         most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
+    useful = None
+    if work.most_useful is not None:
+        useful = Ceiling(num_workers=work.most_useful, reason=_NOT_FASTER)
     memory = memory_ceiling(machine, request, work, method)
-    return _lowest(most, memory, _file_ceiling(machine), _OWN_CEILING)
+    return _lowest(most, memory, _file_ceiling(machine), _OWN_CEILING, useful)
 
 
 def most_workers(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from penstock import DataLoader, SeededOrder, WeightedOrder
+import penstock
+from penstock import BlockOrder, BucketedBatches, DataLoader, SeededOrder, WeightedOrder
 from penstock.errors import BadState
 from support.datasets import Draws, Numbers, Samples, assert_same, collect, differences, snapshot
 
@@ -294,13 +295,22 @@ def test_more_batches_than_samples_are_not_taken_for_the_end() -> None:
 
 # -- invalid states --------------------------------------------------------------------------------
 
-STATE = {"version": 1, "epoch": 1, "position": 8, "seed": 3, "length": 22, "global_batch": 4}
+ORDER = {"sampler": "SeededOrder", "seed": 3, "shuffle": True}
+STATE = {
+    "version": 2,
+    "epoch": 1,
+    "position": 8,
+    "seed": 3,
+    "length": 22,
+    "global_batch": 4,
+    "order": ORDER,
+}
 BAD_STATES: dict[str, tuple[Any, str]] = {
     "nothing": (None, "not a loader state"),
     "a list": ([1, 2], "not a loader state"),
     "empty": ({}, "not a loader state"),
     "a model's": ({"weight": 1}, "not a loader state"),
-    "another version": ({**STATE, "version": 2}, "version 2, but this version of Penstock reads 1"),
+    "another version": ({**STATE, "version": 3}, "version 3, but this version of Penstock reads 1"),
     "no whole version": ({**STATE, "version": True}, "version True"),
     "cut off": ({"version": 1, "epoch": 1}, "position"),
     "seed cut off": ({k: v for k, v in STATE.items() if k != "seed"}, "None in the state, 3 here"),
@@ -324,6 +334,9 @@ BAD_STATES: dict[str, tuple[Any, str]] = {
     "workers of an iterable's": ({**STATE, "num_workers": 2}, "num_workers, which this loader"),
     "another length": ({**STATE, "length": 50}, "50 in the state, 22 here"),
     "another seed": ({**STATE, "seed": 4}, "4 in the state, 3 here"),
+    "no order": ({**STATE, "order": None}, "not a Penstock sampler in the state, SeededOrder here"),
+    "an order of text": ({**STATE, "order": "3"}, "not a Penstock sampler in the state"),
+    "an order of nothing": ({**STATE, "order": {}}, "sampler: None in the state, SeededOrder here"),
     "another batch size": ({**STATE, "global_batch": 8}, "8 in the state, 4 here"),
 }
 
@@ -333,6 +346,66 @@ def test_the_state_that_the_next_test_spoils_is_a_good_one() -> None:
     loader = make(Numbers(LENGTH))
     loader.load_state_dict(dict(STATE))
     assert len(collect(loader)) == 4
+
+
+@legacy
+def test_a_state_of_version_1_has_no_order_and_is_resumed() -> None:
+    old = {**{k: v for k, v in STATE.items() if k != "order"}, "version": 1}
+    loader, other = make(Numbers(LENGTH)), make(Numbers(LENGTH))
+    loader.load_state_dict(old)
+    other.load_state_dict(STATE)
+    assert_same(collect(loader), collect(other))
+
+
+def _samplers() -> dict[str, Any]:
+    """Return samplers whose orders all differ, as functions of nothing."""
+    words = [index % 5 for index in range(LENGTH)]
+    starts = [0, 4, 12, 22]
+    one = penstock.mix([(Numbers(12), 3), (Numbers(10), 1)], length=LENGTH)
+    return {
+        "seed 0": lambda: SeededOrder(LENGTH, seed=0),
+        "seed 1": lambda: SeededOrder(LENGTH, seed=1),
+        "in sequence": lambda: SeededOrder(LENGTH, shuffle=False),
+        "blocks of 2": lambda: BlockOrder(LENGTH, block_size=2, num_mixed=2),
+        "blocks of 4": lambda: BlockOrder(LENGTH, block_size=4, num_mixed=2),
+        "blocks of 4, 3 mixed": lambda: BlockOrder(LENGTH, block_size=4, num_mixed=3),
+        "blocks, seed 1": lambda: BlockOrder(LENGTH, block_size=4, num_mixed=3, seed=1),
+        "uneven blocks": lambda: BlockOrder(LENGTH, block_starts=starts, num_mixed=2),
+        "other blocks": lambda: BlockOrder(LENGTH, block_starts=[0, 5, 12, 22], num_mixed=2),
+        "weights": lambda: WeightedOrder([1.0] * LENGTH),
+        "other weights": lambda: WeightedOrder([2.0, *[1.0] * (LENGTH - 1)]),
+        "mixture": lambda: one.order(batch_size=4),
+        "mixture, shuffled": lambda: one.order(shuffle=True, batch_size=4),
+        "mixture, seed 1": lambda: one.order(shuffle=True, batch_size=4, seed=1),
+        "mixture, batches of 2": lambda: one.order(shuffle=True, batch_size=2),
+        "buckets": lambda: BucketedBatches(words, batch_size=4, bucket_batches=2),
+        "buckets, seed 1": lambda: BucketedBatches(words, batch_size=4, bucket_batches=2, seed=1),
+        "larger buckets": lambda: BucketedBatches(words, batch_size=4, bucket_batches=5),
+        "other lengths": lambda: BucketedBatches(words[::-1], batch_size=4, bucket_batches=2),
+        "torch's": lambda: SequentialSampler(range(LENGTH)),
+    }
+
+
+def test_a_state_is_refused_by_a_loader_with_a_different_order() -> None:
+    def make_with(sampler: Any) -> Any:
+        if isinstance(sampler, BucketedBatches):
+            return DataLoader(Numbers(LENGTH), batch_sampler=sampler)
+        return DataLoader(Numbers(LENGTH), sampler=sampler, batch_size=4)
+
+    samplers = _samplers()
+    for saved_with, sampler in samplers.items():
+        first = make_with(sampler())
+        taken(first, 2)
+        state = saved(first)
+        rest = collect(make_with(sampler()))[2:]
+        for name, other in samplers.items():
+            loader = make_with(other())
+            if name == saved_with:
+                loader.load_state_dict(state)
+                assert_same(collect(loader), rest)
+                continue
+            with pytest.raises(BadState, match="belongs to a different loader"):
+                loader.load_state_dict(state)
 
 
 @legacy
@@ -403,7 +476,9 @@ def test_a_state_is_refused_in_the_middle_of_an_epoch_without_harm() -> None:
 
 
 def test_a_bad_state_is_a_value_error_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"(?s)a different loader.*Try: use the dataset, seed="):
+    with pytest.raises(
+        ValueError, match=r"(?s)a different loader.*Try: use the dataset, sampler, seed="
+    ):
         make(Numbers(23)).load_state_dict(dict(STATE))
 
 

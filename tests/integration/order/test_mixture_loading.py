@@ -110,7 +110,7 @@ def test_statistics_count_sources_over_all_ranks() -> None:
     loaders = [make(rank, 3, num_workers=1) for rank in range(3)]
     seen = [row for loader in loaders for batch in epochs(loader, 1) for row in batch]
     expected = {name: sum(row[0] == str(at) for row in seen) for at, name in enumerate("abc")}
-    assert all(loader.stats().sources == expected for loader in loaders)
+    assert all(loader.metrics().sources == expected for loader in loaders)
 
 
 def keep(samples: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import torch.distributed
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from penstock import DataLoader
+from penstock import BlockOrder, DataLoader
 from penstock.errors import BadArgument
 from support import scripts
 from support.datasets import Draws, Numbers, snapshot
@@ -182,6 +182,10 @@ def test_an_empty_dataset_is_shared_out_too(more: dict[str, Any]) -> None:
         ({"rank": -1, "world_size": 2}, "rank=-1"),
         ({"rank": 0, "world_size": 0}, "world_size=0"),
         ({"rank": 0, "world_size": 2, "sampler": [0, 1]}, "cannot be combined with a sampler"),
+        (
+            {"shard": True, "sampler": BlockOrder(8, block_size=2)},
+            r"sampler=dataset.block_order\(..., rank=torch.distributed.get_rank\(\), world_size=",
+        ),
         ({"rank": 0, "world_size": 2, "seed": None}, "the same seed"),
         ({"rank": 0, "world_size": 2, "padding": True, "drop_last": True}, "cannot be combined"),
         ({"seed": 1 << 64}, "64 bits"),

@@ -253,6 +253,45 @@ class Unfinished(IterableDataset):
         raise NotImplementedError
 
 
+class Broken(Numbered):
+    """Its state cannot be read."""
+
+    def state_dict(self) -> Any:
+        raise KeyError("cursor")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_a_state_names_the_method_and_the_error(num_workers: int) -> None:
+    loader = DataLoader(Broken(), batch_size=4, num_workers=num_workers)
+
+    def load() -> None:
+        next(iter(loader))
+        loader.state_dict()
+
+    with pytest.raises(BadState, match=r"Broken.state_dict\(\) raised KeyError: ") as caught:
+        load()
+    assert "test_stream_resume.py, line" in str(caught.value)
+    assert "mend Broken.state_dict()" in str(caught.value)
+    loader.close()
+
+
+class Stateless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_is_refused_by_a_stream_that_cannot_restore_it(num_workers: int) -> None:
+    loader = DataLoader(Numbered(), batch_size=4, num_workers=num_workers)
+    next(iter(loader))
+    state = saved(loader)
+    loader.close()
+    other = DataLoader(Stateless(), batch_size=4, num_workers=num_workers)
+    with pytest.raises(BadState, match=r"Stateless has no state_dict\(\) and load_state_dict"):
+        other.load_state_dict(state)
+    other.close()
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_state_that_is_not_implemented_is_none(num_workers: int) -> None:
     loader = DataLoader(Unfinished(), batch_size=4, num_workers=num_workers)

@@ -246,3 +246,14 @@ def test_a_linux_without_proc_is_told_from_one_with_it(monkeypatch: pytest.Monke
     assert host.has_proc()
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     assert not host.has_proc()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_the_computing_time_of_a_process_grows_with_its_work() -> None:
+    before_s = host.busy_s_of(os.getpid())
+    if before_s is None:
+        pytest.skip("this kernel does not count it")
+    while (now_s := host.busy_s_of(os.getpid()) or 0.0) < before_s + 0.05:
+        sum(range(1_000))
+    assert now_s > before_s
+    assert host.busy_s_of(2**30) is None  # no such process

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.kernel_files import parse_count, read_text
+from penstock.machine.kernel_files import parse_count, read_fields, read_text
 
 pytestmark = pytest.mark.legacy
 
@@ -17,6 +17,13 @@ def test_what_cannot_be_read_is_empty(tmp_path: Path) -> None:
     assert read_text(tmp_path / "missing") == ""
     assert read_text(tmp_path) == ""
     assert read_text(Path("a\x00b")) == ""
+
+
+def test_fields_are_read_by_name_and_other_lines_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("State:\tS (sleeping)\noom_kill 3\nNSpid: 71 1\n\nalone\n")
+    fields = {"State": "S (sleeping)", "oom_kill": "3", "NSpid": "71 1"}
+    assert read_fields(tmp_path / "status") == fields
+    assert read_fields(tmp_path / "missing") == {}
 
 
 @pytest.mark.parametrize(

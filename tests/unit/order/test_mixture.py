@@ -144,13 +144,16 @@ class Stream(IterableDataset[int]):
         ({"sources": [(iter([1]), 1)]}, "is a list_iterator without len"),
         ({"sources": [(Stream(), 1)]}, "is a Stream without len"),
         ({"sources": [(penstock.mix([("a", 1)]), 1)]}, "is a mixture, whose weights would be lost"),
-        ({"stop": "last"}, "stop='last' must be"),
+        ({"stop": "last"}, r"(?s)stop='last' must be.*Try: penstock.mix\("),
         ({"stop": "all", "length": 5}, "stop='all' and length=5 cannot be combined"),
         ({"length": 0}, "length=0 must be at least 1"),
         ({"weights_at": [1, 2]}, "must map positions to lists of weights"),
         ({"weights_at": {5: [1]}}, re.escape("weights_at[5] has 1 weights for 2 sources")),
-        ({"weights_at": {0: [1, 1]}}, "a position of weights_at=0 must be at least 1"),
-        ({"weights_at": {5: [0, 0]}}, "all weights are 0"),
+        ({"weights_at": {0: [1, 1]}}, "position 0, which must be an integer of at least 1"),
+        ({"weights_at": {"x": [1, 1]}}, "position 'x', which must be an integer"),
+        ({"weights_at": {5: 3}}, re.escape("weights_at[5] is 3, and must be a list of weights")),
+        ({"weights_at": {5: [1, -1]}}, re.escape("weights_at[5]: weight -1 of source 1 must")),
+        ({"weights_at": {5: [0, 0]}}, re.escape("weights_at[5]: all weights are 0")),
         ({"names": ["a"]}, "names must hold 2 different names"),
         ({"names": ["a", "a"]}, "names must hold 2 different names"),
         ({"names": "ab"}, "names must hold 2 different names"),
@@ -219,7 +222,7 @@ def test_a_state_resumes_in_the_middle_and_is_small() -> None:
 @pytest.mark.parametrize(
     ("pairs", "how", "message"),
     [
-        ([*PAIR, ("x", 1)], {}, "sources: 2 in the state, 3 here"),
+        ([*PAIR, ("x", 1)], {}, "number of the sources: 2 in the state, 3 here"),
         (
             [(Tagged("a", 31), 3), PAIR[1]],
             {},
@@ -232,7 +235,11 @@ def test_a_state_resumes_in_the_middle_and_is_small() -> None:
             "names[0] of the sources: '0' in the state, 'web' here",
         ),
         (PAIR, {"weights_at": {9: [1, 1]}}, "positions of weights of the sources: [0] in the"),
-        (PAIR, {"length": None, "stop": "all"}, "stop of the sources: length in the state, all"),
+        (
+            PAIR,
+            {"length": None, "stop": "all"},
+            "stop of the sources: 'length' in the state, 'all'",
+        ),
     ],
 )
 def test_a_state_of_other_sources_is_refused_by_name(pairs: Any, how: Any, message: str) -> None:
@@ -266,9 +273,9 @@ def test_weights_in_other_units_are_the_same_weights() -> None:
 
 def test_a_state_of_one_dataset_is_refused_by_a_mixture_and_the_other_way_round() -> None:
     plain = DataLoader(Tagged("a", 100), batch_size=4, shuffle=True, seed=1)
-    with pytest.raises(BadState, match="no mixture in the state, a mixture here"):
+    with pytest.raises(BadState, match="SeededOrder in the state, MixtureOrder here"):
         loader_of(length=100).load_state_dict(plain.state_dict())
-    with pytest.raises(BadState, match="a mixture in the state, no mixture here"):
+    with pytest.raises(BadState, match="MixtureOrder in the state, SeededOrder here"):
         plain.load_state_dict(loader_of(length=100).state_dict())
 
 
@@ -332,11 +339,11 @@ def test_statistics_and_timeline_count_the_samples_of_each_source() -> None:
     seen: Counter[str] = Counter()
     for batch in loader:
         seen.update(batch[0])
-        assert loader.stats().sources == {"a": seen["a"], "b": seen["b"]}
+        assert loader.metrics().sources == {"a": seen["a"], "b": seen["b"]}
     assert loader.timeline().facts["sources"] == dict(seen)
     plain = DataLoader(Tagged("a", 3))
     list(plain)
-    assert plain.stats().sources is None
+    assert plain.metrics().sources is None
     assert "sources" not in plain.timeline().facts
 
 

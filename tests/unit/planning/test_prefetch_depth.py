@@ -55,3 +55,11 @@ def test_a_moment_is_waited_only_while_many_quick_batches_are_open() -> None:
     assert measured(0.01).nap_s(num_open=2) == 0
     assert measured(10.0).nap_s(num_open=3) == 0
     assert PrefetchDepth(None, num_workers=2).nap_s(num_open=3) == 0
+
+
+def test_async_samples_in_flight_get_their_batches_and_two_more() -> None:
+    depth = PrefetchDepth(None, num_workers=2, in_flight=64)
+    assert depth.depth == MIN_DEPTH  # the size of a batch is not known yet
+    depth.open_batch(16)
+    assert depth.depth == 64 // 16 + 2
+    assert PrefetchDepth(None, num_workers=2).depth == MIN_DEPTH

@@ -103,8 +103,39 @@ def test_a_step_that_fills_the_cores_leaves_nothing_for_workers() -> None:
 def test_samples_that_wait_get_more_workers_than_cores() -> None:
     waiting = Workload(sample_s=0.01, busy_share=0.02, num_samples=50_000)
     choice = workers(waiting, box(num_cpus=2))
-    assert 8 <= choice.value <= 32
+    assert 48 <= choice.value <= 64
     assert "wait" in choice.reason
+
+
+def test_only_as_many_waiting_workers_as_keep_the_step_fed() -> None:
+    waiting = Workload(sample_s=0.02, busy_share=0.01, num_samples=50_000, step_s=0.1)
+    assert 13 <= workers(waiting, box(num_cpus=2)).value <= 20  # 64 samples of 20 ms in 0.1 s
+
+
+@pytest.mark.parametrize(
+    ("facts", "most"), [({"available_bytes": GIB}, 10), ({"max_fds": 128}, 16)]
+)
+def test_waiting_workers_are_bounded_by_memory_and_open_files(
+    facts: dict[str, int], most: int
+) -> None:
+    waiting = Workload(sample_s=0.02, busy_share=0.01, num_samples=50_000)
+    assert workers(waiting, box(num_cpus=2, **facts)).value <= most
+    assert workers(waiting, box(num_cpus=2)).value > most
+
+
+def test_more_workers_that_were_not_faster_are_not_chosen_again() -> None:
+    waiting = Workload(sample_s=0.02, busy_share=0.01, num_samples=50_000, most_useful=8)
+    choice = workers(waiting, box(num_cpus=2))
+    assert choice.value == 8
+    assert "more workers were tried and were not faster" in choice.reason
+
+
+def test_async_samples_wait_in_few_workers() -> None:
+    work = Workload(sample_s=0.02 / 64, busy_share=0.01, num_samples=50_000, in_flight=64)
+    choice = workers(work, box(num_cpus=2))
+    assert 1 <= choice.value <= 2
+    assert "64 async samples in flight" in choice.reason
+    assert workers(work._replace(in_flight=0), box(num_cpus=2)).value > 2
 
 
 def test_memory_bounds_the_workers() -> None:

@@ -18,9 +18,10 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 
 from penstock.engine.loading.bad_sample_file import plain_index
+from penstock.engine.loading.fetch import PassOver
 from penstock.engine.loading.sample_path import find_path
 from penstock.engine.pickling.exceptions import safe_text
-from penstock.errors import NoStopIteration, NoSubstitute, PenstockError
+from penstock.errors import NoStopIteration, NoSubstitute, PenstockError, SharedDraw
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 
 MAX_SUBSTITUTES = 16
@@ -28,6 +29,9 @@ MAX_SUBSTITUTES = 16
 sample in 65,000."""
 MAX_IN_A_ROW = 1000
 """An iterable dataset with more consecutive errors than this is assumed to raise forever."""
+
+_NOT_THE_SAMPLE = (PassOver, SharedDraw)
+"""Raised while a sample loads, for another reason. SharedDraw means that the code is wrong."""
 
 OnError = str | Callable[[Any, Exception], Any]
 Call = Callable[[Callable[[Any], Any], Any, int], Any]
@@ -125,6 +129,8 @@ class BadSamplePolicy:
                 try:
                     taken.append(load(index, position))
                     continue
+                except _NOT_THE_SAMPLE:
+                    raise
                 except Exception as raised:
                     error = raised
             if callable(self._on_error):
@@ -169,6 +175,8 @@ class BadSamplePolicy:
             num_tried += 1
             try:
                 return load(other, position)
+            except _NOT_THE_SAMPLE:
+                raise
             except Exception as another:
                 self._note(other, position, another, "replace")
         what = f"sample {index!r} is bad, and there is no substitute for it"

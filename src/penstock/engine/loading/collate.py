@@ -346,7 +346,14 @@ def default_collate(
                 collators = {**torch_collate.default_collate_fn_map, torch.Tensor: _stack_images}
                 return torch_collate.collate(samples, collate_fn_map=collators)
             return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
-    except (RuntimeError, TypeError, KeyError, ValueError, IndexError) as error:
+    except (
+        RuntimeError,
+        TypeError,
+        KeyError,
+        ValueError,
+        IndexError,
+        OverflowError,
+    ) as error:
         if not isinstance(samples, (list, tuple)):
             raise
         samples = list(samples)

@@ -6,18 +6,26 @@ Called by a worker (process or thread), or by the parent when it loads inline.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
-from penstock.errors import NoStopIteration
+from penstock.errors import BadArgument, NoStopIteration
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.user_objects import probe
+
+MOST_IN_FLIGHT = 64
+"""The most async samples in flight in a worker with ``in_flight="auto"``."""
 
 
 class EndOfStream(Exception):
     """The worker's share of an iterable dataset has ended."""
+
+
+class PassOver(Exception):
+    """The parent has started a new pass. The rest of this pass is not needed."""
 
 
 class EmptyBatch(Exception):
@@ -73,6 +81,56 @@ def takes_batches(dataset: Any) -> bool:
     while type(dataset) is Subset and hasattr(dataset, "__getitems__"):
         dataset = dataset.dataset
     return callable(probe(dataset, "__getitems__"))
+
+
+def in_flight_of(dataset: Any, in_flight: int | str) -> int | str | None:
+    """Return ``in_flight`` if the samples of ``dataset`` are async, else None.
+
+    A number makes any dataset count as async: a wrapper of the user's own may return what the async
+    ``__getitem__`` of the dataset inside returns.
+
+    Raises:
+        BadArgument: A number was given for an iterable dataset.
+
+    Example:
+        >>> class Pages:
+        ...     async def __getitem__(self, index):
+        ...         return index
+        >>> in_flight_of(Pages(), "auto"), in_flight_of(range(4), "auto")
+        ('auto', None)
+    """
+    from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+    is_given = not isinstance(in_flight, str)
+    if isinstance(dataset, IterableDataset):
+        if is_given:
+            raise BadArgument(
+                f"in_flight={in_flight} applies to datasets with async __getitem__, not to an "
+                "iterable dataset",
+                remedy="async def __getitem__(self, index) in a dataset with a length",
+            )
+        return None
+    while type(dataset) in (Subset, ConcatDataset):
+        dataset = dataset.dataset if type(dataset) is Subset else dataset.datasets[0]
+    functions = getattr(type(dataset), "__getitem__", None), probe(dataset, "__getitems__")
+    is_async = any(map(inspect.iscoroutinefunction, functions))
+    return in_flight if is_given or is_async else None
+
+
+def most_in_flight(in_flight: int | str | None) -> int:
+    """Return the most samples that a worker has in flight. 0 if the dataset is not async."""
+    return MOST_IN_FLIGHT if in_flight == "auto" else int(in_flight or 0)
+
+
+def async_one_getter(dataset: Any) -> Callable[[Any], Any]:
+    """Return a function that loads one sample of an async dataset."""
+    if not takes_batches(dataset):
+        return getter(dataset)
+
+    async def load(index: Any) -> Any:
+        return (await dataset.__getitems__([index]))[0]
+
+    return load
 
 
 def fetch_map(

@@ -1,9 +1,13 @@
-"""Finds the sample and field that do not match the rest of a batch."""
+"""Finds the sample and field that cannot be stacked, or that do not match the rest of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
 
 from penstock.errors import MismatchedSamples
 from penstock.user_objects import probe
@@ -13,6 +17,12 @@ def find_mismatch(
     samples: list[Any], indices: list[Any], error: BaseException, path: str = ""
 ) -> MismatchedSamples | None:
     """Return the error for samples that default_collate rejected, or None if they match."""
+    for place, sample in enumerate(samples):
+        for own_path, value in _leaves(sample, path):
+            is_huge = isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+            known = (*_STACKED, *torch_collate.default_collate_fn_map)
+            if (is_huge and "verflow" in str(error)) or not isinstance(value, known):
+                return _describe_unstackable(value, own_path, indices, place, error)
     found = _first_difference(samples, path)
     if found is None:
         return None
@@ -29,6 +39,72 @@ def find_mismatch(
         expected=theirs,
         found=ours,
     )
+
+
+_STACKED = (torch.Tensor, np.ndarray, np.generic, int, float, complex, str, bytes)
+"""Types that default_collate can put into a batch."""
+_CONVERSIONS = {
+    "Decimal": "float",
+    "datetime": "datetime.datetime.timestamp",
+    "date": "datetime.date.toordinal",
+    "timedelta": "datetime.timedelta.total_seconds",
+    "int": "str",
+}
+
+
+def _describe_unstackable(
+    value: Any, path: str, indices: list[Any], place: int, error: BaseException
+) -> MismatchedSamples:
+    kind = type(value)
+    what = "None" if value is None else f"a {kind.__name__}"
+    remedy = "return tensors, numbers or strings, or pass a collate_fn: "
+    remedy += "DataLoader(..., collate_fn=list)"
+    if value is None:
+        remedy = "return a value for every index; or raise an exception for a broken sample and "
+        remedy += 'leave it out with DataLoader(..., on_error="skip")'
+        if path:
+            remedy += ". With open_dataset: columns=[...] without this field"
+    elif kind.__module__.partition(".")[0] == "PIL":
+        what = "a PIL image"
+        remedy = "convert images to tensors in the dataset: "
+        remedy += "transform=torchvision.transforms.ToTensor()"
+    elif kind.__name__ in _CONVERSIONS:
+        what = f"{value} ({kind.__name__})"
+        transform = f"{{{path.strip('[]') or 'name'}: {_CONVERSIONS[kind.__name__]}}}"
+        remedy = f"convert it in the dataset, as open_dataset(..., transforms={transform}) does; "
+        remedy += "or pass DataLoader(..., collate_fn=list)"
+    where = f" in field {path}" if path else ""
+    sample = f"dataset[{_name(indices, place)}]" if place < len(indices) else _name(indices, place)
+    return _class_for(type(error))(
+        f"{sample} returned {what}{where}, which cannot be stacked into a batch. ({error})",
+        remedy=remedy,
+        field=path,
+        sample_index=indices[place] if place < len(indices) else None,
+        expected="a tensor, array, number or string",
+        found=kind.__name__,
+    )
+
+
+def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the values in a sample that are not containers, with their paths."""
+    try:
+        children = _children(value, path)
+    except Exception:  # the user's container, which torch's error is about
+        return []
+    if children is None:
+        return [(path, value)]
+    return [leaf for child_path, child in children for leaf in _leaves(child, child_path)]
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]] | None:
+    if isinstance(value, Mapping):
+        return [(f"{path}[{key!r}]", value[key]) for key in value]
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [(f"{path}[{place}]", item) for place, item in enumerate(value)]
+    if hasattr(type(value), "__dataclass_fields__"):
+        names = type(value).__dataclass_fields__
+        return [(f"{path}.{name}", getattr(value, name)) for name in names]
+    return None
 
 
 def _class_for(kind: type[BaseException]) -> type[MismatchedSamples]:
@@ -49,19 +125,9 @@ def _first_difference(values: list[Any], path: str) -> tuple[str, int, str, str]
         ours, theirs = _describe(value), _describe(first)
         if ours != theirs:
             return path, place, ours, theirs
-    if isinstance(first, Mapping):
-        children = [(f"{path}[{key!r}]", [value[key] for value in values]) for key in first]
-    elif isinstance(first, Sequence) and not isinstance(first, (str, bytes)):
-        children = [
-            (f"{path}[{place}]", [value[place] for value in values]) for place in range(len(first))
-        ]
-    elif hasattr(type(first), "__dataclass_fields__"):
-        names = type(first).__dataclass_fields__
-        children = [(f"{path}.{name}", [getattr(v, name) for v in values]) for name in names]
-    else:
-        children = []
-    for child_path, column in children:
-        found = _first_difference(column, child_path)
+    columns = [dict(_children(value, path) or ()) for value in values]
+    for child_path in columns[0]:
+        found = _first_difference([column[child_path] for column in columns], child_path)
         if found is not None:
             return found
     return None

@@ -8,12 +8,15 @@ identify one sample. Only plain attributes are read, because a property would ru
 from __future__ import annotations
 
 import bisect
+import dis
 import inspect
 import operator
 import os
 import re
 import sys
+import traceback
 import types
+from contextlib import suppress
 from typing import Any
 
 from penstock.engine.memory.shared_list import SharedList
@@ -55,6 +58,39 @@ def find_path(dataset: Any, index: Any, error: BaseException | None = None) -> s
         return None if path is None or _names_another_file(error, path) else path
     except Exception:  # user classes for lengths, indices and paths can raise anything
         return None
+
+
+def note_sample(error: Exception, dataset: Any) -> None:
+    """Add the index and the file of the sample to an error that ``dataset[i]`` raised.
+
+    Called where samples are loaded in the training process. The index is read from the traceback,
+    so that samples that load cost nothing.
+    """
+    index = _index_in(error, dataset)
+    if index is None or hasattr(error, "sample_index"):  # set by what loads many samples in one
+        return
+    path = find_path(dataset, index, error)
+    with suppress(Exception):  # a class of the user may forbid it
+        error.sample_index = index  # type: ignore[attr-defined]
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"while loading sample {index}{f' ({path})' if path else ''}")
+
+
+def _index_in(error: Exception, dataset: Any) -> int | None:
+    """Return the argument of the call of ``dataset[i]`` in the traceback, or None if unknown."""
+    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return None
+    name = code.co_varnames[1]
+    for step in dis.get_instructions(code):
+        changed = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if step.opname.startswith(("STORE_", "DELETE_")) and name in changed:
+            return None  # the value may be that of another sample
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is dataset:
+            index = frame.f_locals.get(name)
+            return index if type(index) is int else None
+    return None
 
 
 def _names_another_file(error: BaseException | None, path: str) -> bool:

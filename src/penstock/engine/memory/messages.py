@@ -184,8 +184,10 @@ class WorkerTask(NamedTuple):
     substitute_seed: int
     """Seed of the choice of substitutes for bad samples. The same without workers."""
     shared_seed: int | None
-    has_limit: bool = False
-    """True if the worker records when user code starts, for ``sample_timeout_s``."""
+    sample_timeout_s: float | None = None
+    """The time limit of a sample. Workers record when user code starts, and the parent checks."""
+    in_flight: int | str | None = None
+    """Samples that a worker has in flight at once. None if the dataset is not async."""
     num_indices: int | None = None
     """See :class:`penstock.engine.loading.bad_samples.BadSamplePolicy`."""
     keeps_init_seed: bool = True
@@ -194,6 +196,10 @@ class WorkerTask(NamedTuple):
     """Size of each worker's trace buffer, after the control page. 0 if tracing is off."""
     traces_samples: bool = False
     traces_steps: bool = False
+
+    @property
+    def has_limit(self) -> bool:
+        return self.sample_timeout_s is not None
 
 
 class WorkerAssignment(NamedTuple):

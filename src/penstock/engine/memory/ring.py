@@ -94,7 +94,7 @@ class Ring:
         note: Callable[[str], None] = lambda text: None,
         forks: ForkWatch = process_forks,
     ) -> None:
-        self._file = file
+        self.file = file
         self._note = note
         self._max_held_bytes = max_held_bytes
         self.needed_bytes = 0
@@ -178,7 +178,7 @@ class Ring:
         if self.needed_bytes:
             capacity = round_up(self.needed_bytes + self.needed_bytes // 4)
         else:
-            capacity = PROVISIONAL_BYTES if self._file.is_sparse else PROVISIONAL_BYTES_ON_DISK
+            capacity = PROVISIONAL_BYTES if self.file.is_sparse else PROVISIONAL_BYTES_ON_DISK
         count = min(MAX_SLOTS_PER_SEGMENT, max(FIRST_SLOTS, self.num_slots))
         try:
             self._add_slots(capacity, count)
@@ -191,8 +191,8 @@ class Ring:
             self._add_slots(round_up(self.needed_bytes or PROVISIONAL_BYTES_ON_DISK), 1)
 
     def _add_slots(self, capacity: int, count: int) -> None:
-        segment = Segment(self._file.grow(capacity * count), capacity * count)
-        mapping = self._file.map(*segment)
+        segment = Segment(self.file.grow(capacity * count), capacity * count)
+        mapping = self.file.map(*segment)
         for place in range(count):
             self._free.append(Slot(segment, place * capacity, capacity, mapping))
         self.num_slots += count
@@ -292,4 +292,4 @@ class Ring:
         self._parked.clear()
         self._free.clear()
         self._returned.clear()
-        self._file.close()
+        self.file.close()

@@ -97,7 +97,7 @@ class SharedFile:
         fd, path = tempfile.mkstemp(prefix="penstock-", dir=_temporary_folder())
         if hasattr(os, "O_TEMPORARY"):  # Windows: workers open it by name, see FileHandle
             os.close(fd)
-            return cls(_open_by_name(path), path=path, is_sparse=False)
+            return cls(create_by_name(path), path=path, is_sparse=False)
         os.unlink(path)
         file = cls(fd, is_sparse=False)
         file.note = note
@@ -106,7 +106,7 @@ class SharedFile:
     @classmethod
     def attach(cls, handle: FileHandle) -> SharedFile:
         """Open the parent's file in a worker, from the result of :meth:`handle`."""
-        fd = _open_by_name(handle.path) if handle.path else handle.fd
+        fd = open_by_name(handle.path) if handle.path else handle.fd
         return cls(fd, is_sparse=False)
 
     def handle(self) -> FileHandle:
@@ -230,10 +230,22 @@ def _temporary_folder() -> str:
         ) from None
 
 
-def _open_by_name(path: str) -> int:
-    """Open ``path``. On Windows, the file is deleted when its last descriptor is closed."""
-    flags = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
-    return os.open(path, flags)
+def create_by_name(path: str) -> int:
+    """Create or open ``path``. Windows deletes the file when the returned descriptor is closed.
+
+    Duplicates count, such as those of mappings. Other processes call :func:`open_by_name`.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_TEMPORARY", 0)
+    return os.open(path, flags, 0o600)
+
+
+def open_by_name(path: str) -> int:
+    """Open a file of :func:`create_by_name` in another process."""
+    if sys.platform == "win32":  # pragma: no cover
+        from penstock.engine.memory import windows_handles as windows
+
+        return windows.open_shared(path)
+    return os.open(path, os.O_RDWR)
 
 
 class PrivateFile(SharedFile):

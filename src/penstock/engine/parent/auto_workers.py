@@ -22,7 +22,7 @@ from penstock.engine.loading.fetch import call_user, getter, takes_batches
 from penstock.engine.parent import fork_server
 from penstock.engine.parent.context import BatchProducer, EngineSettings, EpochPass, LoadContext
 from penstock.engine.parent.inline_producer import InlineProducer
-from penstock.engine.parent.worker_producer import WorkerProducer
+from penstock.engine.parent.resizing import make_worker_producer
 from penstock.engine.pickling.environment import import_path
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
@@ -73,7 +73,7 @@ class AutoProducer:
         self._loader: Any = loader
         self._changes = loader._changes
         self._inline = _TimedInlineProducer(context, self._see_first_samples)
-        self._worker_producer: WorkerProducer | None = None
+        self._worker_producer: BatchProducer | None = None
         self._is_settled = False
         self._fork_server: fork_server.ForkServer | None = None
         self._returned: tuple[float, float] | None = None
@@ -173,7 +173,7 @@ class AutoProducer:
             self._settle(self._answer)
             self._changes.undo()
             self._context.settings = self._answer
-            self._worker_producer = WorkerProducer(self._context, self._pickled)
+            self._worker_producer = make_worker_producer(self._context, self._pickled)
             self._worker_producer.start_epoch(
                 self._epoch._replace(num_taken=self._inline.num_taken)
             )

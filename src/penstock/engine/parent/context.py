@@ -42,6 +42,8 @@ class EngineSettings(NamedTuple):
     per_sample: bool
     """True if randomness belongs to the sample, False if it belongs to the worker."""
     in_order: bool
+    in_flight: int | str | None = None
+    """Samples of an async dataset in flight at once, in each worker. None: it is not async."""
     keeps_init_seed: bool = True
     """Keep a torch seed set by worker_init_fn, although results then depend on the workers."""
 

@@ -26,7 +26,8 @@ _CAUSES = {
     "SIGKILL": "another process killed it. The kernel reported no out-of-memory kill (not every "
     "system reports them).",
     "SIGSEGV": "native code (a decoder, an extension) crashed on this sample.",
-    "SIGBUS": "a mapped file became unreadable: the disk is full, or the file was truncated.",
+    "SIGBUS": "a memory-mapped file was truncated or rewritten while it was read, or the disk is "
+    "full.",
     "SIGABRT": "native code aborted (a failed assertion or a double free).",
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.loading.fetch import as_indices
+from penstock.engine.loading.fetch import as_indices, most_in_flight
 from penstock.engine.memory.messages import (
     PASS_CELL,
     Lease,
@@ -76,11 +76,15 @@ class Dispatcher:
         self._timeout_s = context.timeout_s
         self._num_workers = len(pool.processes)
         self._worker_buffers = self._recorder.add_pool(
-            trace_buffers(cells, self._num_workers, task.trace_bytes)
+            trace_buffers(cells, self._num_workers, task.trace_bytes), pool.processes, ring.file
         )
-        self._depth = PrefetchDepth(context.settings.prefetch_factor, self._num_workers)
+        self._depth = PrefetchDepth(
+            context.settings.prefetch_factor, self._num_workers, most_in_flight(task.in_flight)
+        )
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
+        self.busy_ns = self.num_loaded = 0
+        """Time that workers took for leases so far, and the samples of these."""
         self.num_empty = 0
         """Empty batches (all samples skipped) since the counter was last reset."""
         self._restarts = WorkerRestarts(
@@ -145,6 +149,19 @@ class Dispatcher:
             self._lease_queue.retire(worker)
         self._num_taken = epoch.num_taken
         self._lease()
+
+    @property
+    def has_more(self) -> bool:
+        """True if the sampler has not ended."""
+        return self._has_more
+
+    def end_early(self) -> int:
+        """Take no more batches from the sampler. Those taken before are still delivered.
+
+        Returns the number of samples taken.
+        """
+        self._has_more = False
+        return self._num_taken
 
     def next(self) -> Any:
         """Return the next batch.
@@ -216,11 +233,10 @@ class Dispatcher:
     def _lease(self, *, must: bool = False) -> None:
         """Lease batches up to the prefetch depth. With ``must``, raise if not even one fits."""
         limit = self._depth.depth * self._num_workers
-        num_wanted = limit - self._num_open
-        if num_wanted < max(1, limit // 4) and self._num_open:
+        if limit - self._num_open < max(1, limit // 4) and self._num_open:
             return  # wait for a few, so that one message carries several leases
         outgoing: dict[int, list[Lease]] = {}
-        while num_wanted > 0 and self._has_more and self._lease_queue.has_active:
+        while self._num_open < limit and self._has_more and self._lease_queue.has_active:
             slot = self.ring.take_if_any()
             if slot is None:
                 self._recorder.record_no_slot(self.ring.num_slots)
@@ -237,7 +253,7 @@ class Dispatcher:
             pending = self._open_batch(index, slot)
             for worker, lease in self._cut(pending):
                 outgoing.setdefault(worker, []).append(lease)
-            num_wanted -= 1
+            limit = self._depth.depth * self._num_workers  # known from the first batch on
         for worker, leases in outgoing.items():
             self.pool.send(worker, leases)
 
@@ -308,6 +324,7 @@ class Dispatcher:
         events = self._hear(timeout_s)
         if not self.is_closed and (not events or self._task.has_limit):
             self._look(started)
+            self._recorder.note_waiting(started, self._restarts.current_samples)
 
     def _hear(self, timeout_s: float) -> list[tuple[int, Any]]:
         """Handle the events that workers have sent."""
@@ -379,6 +396,8 @@ class Dispatcher:
         pending.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
             self._depth.note(reply.busy_ns, last - first)
+            self.busy_ns += reply.busy_ns
+            self.num_loaded += last - first
         if not pending.is_complete:
             return
         if pending.pass_number != self.pass_number:

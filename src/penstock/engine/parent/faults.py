@@ -26,6 +26,8 @@ log = logging.getLogger("penstock")
 
 LOGGED = 5
 """Number of bad samples that are logged individually. The rest are in the list and the file."""
+MAX_CAUSES = 20
+"""Number of causes of bad samples that are counted by name."""
 SEEN_ENOUGH = 100
 """Minimum number of samples for a fractional ``max_bad`` if the epoch's length is unknown."""
 
@@ -45,7 +47,7 @@ class Faults:
         self.path = None if path is None else os.fspath(path)
         self.max_restarts: int = options["max_restarts"]
         self.sample_timeout_s: float | None = options["sample_timeout_s"]
-        self.num_restarts = 0
+        self.num_restarts = self.num_hangs = 0
         self.num_samples: int | None = None
         """Samples per epoch, if known. Set before an epoch starts."""
         self.num_indices: int | None = None
@@ -95,9 +97,23 @@ class Faults:
 
         self.poison[plain_index(index)] = error
 
-    def count_restart(self) -> None:
+    def count_restart(self, *, is_hang: bool) -> None:
         """Count a replaced worker."""
         self.num_restarts += 1
+        self.num_hangs += is_hang
+
+    def counts(self) -> dict[str, Any]:
+        """Return the number of restarts, hangs, and bad samples by type of error."""
+        causes: Counter[str] = Counter()
+        for sample in list(self._samples.values()):
+            cause = sample.error.partition(":")[0]
+            is_named = cause in causes or len(causes) < MAX_CAUSES
+            causes[cause if is_named else "other"] += 1
+        return {
+            "num_restarts": self.num_restarts,
+            "num_hangs": self.num_hangs,
+            "bad_samples": dict(causes),
+        }
 
     def record(self, found: Iterable[SampleFailure]) -> None:
         """Count the bad samples of a batch that is about to be delivered.

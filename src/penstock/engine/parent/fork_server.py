@@ -40,7 +40,7 @@ from penstock.machine.host import can_start_python, has_proc, is_gil_enabled
 if TYPE_CHECKING:
     from penstock.engine.memory.messages import WorkerAssignment
 if sys.platform == "win32":  # pragma: no cover
-    from penstock.engine.memory import windows_pipes as windows
+    from penstock.engine.memory import windows_handles as windows
 
 START_LIMIT_S = 120.0
 """Time limit for a fork server to import torch. Usually 2 s; a minute on a cold network disk."""

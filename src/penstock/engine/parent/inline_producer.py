@@ -9,8 +9,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.loading import collate
@@ -19,6 +19,7 @@ from penstock.engine.loading.fetch import (
     EndOfStream,
     Stream,
     as_indices,
+    async_one_getter,
     call_user,
     fetch_map,
     getter,
@@ -30,11 +31,12 @@ from penstock.engine.loading.in_place import find_channels_last_getter
 from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.errors import NoStopIteration, NoSubstitute
-from penstock.order.global_generators import preserved_generators
+from penstock.order.global_generators import preserved_generators, watching_state_reads
 from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
 
 if TYPE_CHECKING:
+    from penstock.engine.loading.async_samples import AsyncSamples
     from penstock.engine.loading.bad_samples import BadSamplePolicy, PoisonRows
     from penstock.engine.memory.ring import Ring
 
@@ -63,6 +65,17 @@ def _return_ring(loader_ref: Any, ring: Ring, owner: int) -> None:
     loader = loader_ref()
     if loader is not None:
         _rings[loader] = owner, ring
+
+
+def _make_flight(context: LoadContext) -> AsyncSamples:
+    from penstock.engine.loading.async_samples import AsyncSamples
+    from penstock.order.async_randomness import AsyncRandomness
+
+    assert context.settings.in_flight is not None
+    randomness = None
+    if context.settings.per_sample:
+        randomness = AsyncRandomness(context.base_seed, context.dataset)
+    return AsyncSamples(context.settings.in_flight, randomness=randomness, is_shared=True)
 
 
 class InlineProducer:
@@ -99,6 +112,8 @@ class InlineProducer:
                 num_indices=self._faults.num_indices,
                 none_is_bad=self._collates_by_default,
             )
+        self._is_async = context.settings.in_flight is not None
+        self._flight: AsyncSamples | None = None
         self._ring: Ring | None = None
         if self._gatherer is not None:
             is_pinned = context.pinner is not None
@@ -116,6 +131,9 @@ class InlineProducer:
         get_last = find_channels_last_getter(self._dataset) if self._is_plain else None
         self._keeps_channels_last = get_last is not None
         self._get = getter(self._dataset) if get_last is None else get_last
+        self._one = one_getter(self._dataset) if get_last is None else get_last
+        if self._is_async:
+            self._one = async_one_getter(self._dataset)
         self._indices, self._position_at = epoch.indices, epoch.position_of
         self.num_taken = epoch.num_taken
         """Number of samples of the epoch loaded so far."""
@@ -179,6 +197,11 @@ class InlineProducer:
             except NoSubstitute:
                 self._record_bad()
                 raise
+            except Exception as error:
+                from penstock.engine.loading.sample_path import note_sample
+
+                note_sample(error, self._dataset)
+                raise
             num_loaded, number = self.num_taken - num_before, self._num_batches
             self._num_batches += 1
             self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
@@ -229,6 +252,11 @@ class InlineProducer:
             if not self._epoch_state.has_compared:
                 self._compare_ranks(samples)
             self.num_taken += len(index) if self._auto_collation else 1
+        elif self._is_async:
+            samples = self._fetch_async(index)
+            if self._randomness is not None and not self._collates_by_default:
+                with self._randomness.preserved():
+                    return self._collate(samples)
         elif self._randomness is not None and self._randomness.is_unseeded and self._is_plain:
             position = self._advance(len(index))
             samples = self._randomness.call_many_preserved(self._get, index, position)
@@ -264,19 +292,23 @@ class InlineProducer:
         self, index: Any, bad_policy: BadSamplePolicy, poison_rows: PoisonRows
     ) -> Any:
         """Load one sample at a time and apply the bad-sample policy."""
-        get = self._get if self._keeps_channels_last else one_getter(self._dataset)
+        get, epoch = self._one, self._epoch_state.key_epoch
         indices = list(index) if self._auto_collation else [index]
-        placed = enumerate(indices, self._advance(len(indices)))
-        with self._preserved():
+        placed = list(enumerate(indices, self._advance(len(indices))))
+        poison = {self._position + row for row, _ in poison_rows}
+        with (
+            self._preserved(),
+            self._in_flight(one for one in placed if one[0] not in poison) as flight,
+        ):
             if self._randomness is not None:
                 self._randomness.snapshot()
 
             def call(function: Callable[[Any], Any], one: Any, position: int) -> Any:
+                if flight is not None and function is get:
+                    return flight.fetch(None, get, one, position, epoch)
                 return call_user(function, one, position, self._randomness)
 
-            samples = bad_policy.samples(
-                call, get, placed, self._epoch_state.key_epoch, indices, poison_rows
-            )
+            samples = bad_policy.samples(call, get, iter(placed), epoch, indices, poison_rows)
             if not samples:
                 raise EmptyBatch
             whole = samples if self._auto_collation else samples[0]
@@ -296,6 +328,39 @@ class InlineProducer:
                 position, randomness = self._position, self._collate_randomness
                 return call_user(self._collate_fn, samples, position, randomness, "collate_fn")
         return call_user(self._collate_fn, samples, 0, None, "collate_fn")
+
+    def _fetch_async(self, index: Any) -> Any:
+        """Load the samples of one batch, several in flight. None is loaded ahead."""
+        if self._auto_collation and takes_batches(self._dataset):
+            get, position = self._dataset.__getitems__, self._advance(len(index))
+            with self._in_flight() as flight:
+                assert flight is not None
+                flight.start_batch(None, get, index, position, self._epoch_state.key_epoch)
+                return next(flight.results(None))
+        indices = index if self._auto_collation else [index]
+        with self._in_flight(enumerate(indices, self._advance(len(indices)))) as flight:
+            assert flight is not None
+            samples = list(flight.results(None))
+            return samples if self._auto_collation else samples[0]
+
+    @contextmanager
+    def _in_flight(self, placed: Iterable[tuple[int, Any]] = ()) -> Iterator[AsyncSamples | None]:
+        """Load async samples in the block. At its end, none is left in flight."""
+        if not self._is_async:
+            yield None
+            return
+        if self._flight is None:  # in the thread that loads
+            self._flight = _make_flight(self._context)
+        flight = self._flight
+        flight.start(None, self._one, placed, self._epoch_state.key_epoch)
+        try:
+            with watching_state_reads():
+                yield flight
+        finally:
+            flight.drop(None)
+            flight.settle()
+            for note in flight.take_notes():
+                self._context.note(note)
 
     def _fetch(self, index: Any) -> Any:
         if not self._auto_collation:

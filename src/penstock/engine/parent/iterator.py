@@ -90,6 +90,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         with importing():
             from penstock.engine.parent.worker_producer import WorkerProducer
 
+        if loader._chooses_workers():
+            from penstock.engine.parent.resizing import make_worker_producer
+
+            return make_worker_producer(self._context)
         return WorkerProducer(self._context)
 
     @property

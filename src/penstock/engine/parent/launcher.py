@@ -1,6 +1,6 @@
 """Starts worker processes: forked by the fork server, spawned, or forked from this process.
 
-    Launcher.start(number) -> (process, channel)
+    Launcher.start(number) -> (process, pipe, greeting)
 
 The fork server is used on Linux. macOS and Windows use spawn. ``fork`` copies the parent in its
 current state and is used only if the user requests it explicitly.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import select
 import subprocess
 from collections import deque
 from collections.abc import Callable
@@ -35,9 +34,6 @@ from penstock.machine.host import usable_cores
 
 MAX_FORK_SERVERS = 3
 """Number of fork servers that may be unfit to fork, or exit, before one starts a worker."""
-MAX_UNREAD_BYTES = 64 << 10
-"""Bytes that a pipe can buffer on every system before the other side reads."""
-
 KILL_LIMIT_S = 5.0
 
 
@@ -140,10 +136,12 @@ class Launcher:
             self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
         self._environment = describe_environment()
         self.waiting: deque[tuple[SpawnedWorker, Any]] = deque()
-        self._num_at_once = usable_cores() if hasattr(select, "poll") else num_workers
+        self._num_at_once = usable_cores()
 
-    def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
-        """Start one worker process. Returns it with the parent's end of its pipe.
+    def start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any, bytes]:
+        """Start one worker process.
+
+        Returns it with the parent's end of its pipe, and the message to send first, if any.
 
         Args:
             at_once: Start immediately, without waiting until other workers have started.
@@ -161,16 +159,14 @@ class Launcher:
             ours.close()
             theirs.close()
             raise
-        if isinstance(process, SpawnedWorker):
-            greeting = self._greeting(number)
-            if at_once or number < self._num_at_once or len(greeting) > MAX_UNREAD_BYTES:
-                self._begin(process, theirs)
-            else:
-                self.waiting.append((process, theirs))
-            ours.send_bytes(greeting)
-        else:
+        if not isinstance(process, SpawnedWorker):
             theirs.close()
-        return process, ours
+            return process, ours, b""
+        if at_once or number < self._num_at_once:
+            self._begin(process, theirs)
+        else:
+            self.waiting.append((process, theirs))
+        return process, ours, self._greeting(number)
 
     def start_next(self) -> None:
         """Start the next waiting spawned worker. Called when a worker has reported."""

@@ -55,14 +55,21 @@ class ProcessPool:
         self._owner = os.getpid()
         try:
             for number in range(num_workers):
-                process, pipe = launcher.start(number)
+                process, channel = self._start(number)
                 self.processes.append(process)
-                self._channels.append(make_channel(pipe))
+                self._channels.append(channel)
         except BaseException:
             self.stop()
             raise
         self._poller = ChannelPoller(self._channels)
         living_pools.add(self)
+
+    def _start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
+        process, pipe, greeting = self._launcher.start(number, at_once=at_once)
+        channel = make_channel(pipe)
+        if greeting:
+            channel.send(greeting)
+        return process, channel
 
     def send(self, worker: int, leases: list[Any]) -> None:
         self._channels[worker].send(dump_leases(leases))
@@ -130,8 +137,7 @@ class ProcessPool:
         first = position_cell(worker)
         for cell in range(first, first + CELLS_PER_WORKER):
             self._cells[cell] = NOTHING
-        self.processes[worker], pipe = self._launcher.start(worker, at_once=True)
-        self._channels[worker] = make_channel(pipe)
+        self.processes[worker], self._channels[worker] = self._start(worker, at_once=True)
         self._poller.watch(worker)
 
     def stack_of(self, worker: int) -> str:
@@ -191,6 +197,8 @@ def _is_plain(lease: ParentMessage) -> bool:
 
 class Channel:
     """A non-blocking, buffered end of a pipe (POSIX)."""
+
+    fd = -1  # until there is one: Ctrl-C can interrupt __init__
 
     def __init__(self, pipe: Any) -> None:
         # Use a duplicate, because the Connection closes its descriptor when it is collected.
@@ -270,18 +278,23 @@ class Channel:
 
 
 class PlainChannel:
-    """The same interface over multiprocessing's connection, for systems without ``poll``."""
+    """The same interface over multiprocessing's connection, for systems without ``poll``.
+
+    Args:
+        writer: Writes to the pipe without waiting for its reader.
+    """
 
     has_unsent = False
     fd = -1
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, writer: Any = None) -> None:
         self.pipe = pipe
+        self._writer = pipe if writer is None else writer
         self.is_open = True
 
     def send(self, body: bytes) -> None:
         try:
-            self.pipe.send_bytes(body)
+            self._writer.send_bytes(body)
         except OSError:
             self.is_open = False
 
@@ -299,11 +312,16 @@ class PlainChannel:
 
     def close(self) -> None:
         self.is_open = False
+        self._writer.close()
         self.pipe.close()
 
 
 def make_channel(pipe: Any) -> Any:
     """Create the parent's end for this system."""
+    if sys.platform == "win32":  # pragma: no cover
+        from penstock.engine.memory import windows_handles as windows
+
+        return PlainChannel(pipe, windows.Writer(pipe))
     return Channel(pipe) if HAS_POLL else PlainChannel(pipe)
 
 

@@ -24,6 +24,7 @@ from penstock.engine.memory.messages import (
     NUM_SAMPLES,
     PEAK_KB,
     SINCE,
+    Lease,
     NewPass,
     ParentMessage,
     Reply,
@@ -160,20 +161,37 @@ class WorkerRestarts:
         """Return what a worker is loading: an index, a list (``__getitems__``), or None."""
         return self._current_sample(worker)[1]
 
+    def current_samples(self) -> list[Any]:
+        """Return what each worker is loading. See :meth:`index_at`."""
+        return [self.index_at(worker) for worker in range(len(self._pool.processes))]
+
     def _current_sample(self, worker: int) -> tuple[int | None, Any]:
         """Return the position that a worker is loading, and its index."""
+        lease = self._current_lease(worker)
+        if lease is None:
+            return None, None
         cell = position_cell(worker)
         position, num_samples = self._cells[cell], self._cells[cell + NUM_SAMPLES]
-        for lease in self._lease_queue.owed(worker)[:1]:
-            row = position - lease.position
-            is_there = position != NOTHING and 0 <= row < lease.num_samples
-            if not is_there or lease.pass_number != self._pass_number:
-                continue
-            if not self._task.auto_collation:
-                return position, lease.index
-            indices = list(lease.index)
-            return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
-        return None, None
+        if not self._task.auto_collation:
+            return position, lease.index
+        row, indices = position - lease.position, list(lease.index)
+        return position, indices[row : row + num_samples] if num_samples > 1 else indices[row]
+
+    def _current_lease(self, worker: int) -> Lease | None:
+        """Return the lease of the sample that a worker is loading.
+
+        Only a worker with async samples works on several leases at a time.
+        """
+        position = self._cells[position_cell(worker)]
+        owed = self._lease_queue.owed(worker)
+        for lease in owed if self._task.in_flight is not None else owed[:1]:
+            is_there = position != NOTHING and 0 <= position - lease.position < lease.num_samples
+            if is_there and lease.pass_number == self._pass_number:
+                return lease
+        return None
+
+    def _owed_lease(self, worker: int, place: Place) -> Lease:
+        return next(one for one in self._lease_queue.owed(worker) if one.key == place.lease)
 
     def _place_of(self, worker: int, how: str) -> Place | None:
         owed = self._lease_queue.owed(worker)
@@ -182,10 +200,11 @@ class WorkerRestarts:
         if how == "silent":
             return Place(how, owed[0].key)
         position, index = self._current_sample(worker)
-        if position is not None:
+        lease = self._current_lease(worker)
+        if position is not None and lease is not None:
             is_list = isinstance(index, list)
             kind, num_samples = ("samples", len(index)) if is_list else ("sample", 1)
-            return Place(kind, owed[0].key, position, num_samples)
+            return Place(kind, lease.key, position, num_samples)
         is_at_work = self._cells[position_cell(worker) + IS_IDLE] == 0
         return Place("batch", owed[0].key) if is_at_work else None
 
@@ -323,7 +342,7 @@ class WorkerRestarts:
         Raises:
             WorkerDied, SampleTimeout, Stuck, StartFailed: The worker is not replaced.
         """
-        worker, position, place = fault.worker, fault.position, fault.place
+        worker, place = fault.worker, fault.place
         if not self._pool.can_replace:
             raise describe_crash(fault, RestartDecision.HELPLESS)
         was_ready = fault.is_orphaned or self._cells[position_cell(worker) + IS_IDLE] != NOTHING
@@ -339,7 +358,7 @@ class WorkerRestarts:
         )
         if decision is RestartDecision.POISON and fault.how == "silent":
             raise self._stuck(f"worker {worker} has work but does not start it")
-        is_skipped = decision is RestartDecision.POISON and self._may_skip(worker, position)
+        is_skipped = decision is RestartDecision.POISON and self._may_skip(worker, place)
         goes_on = decision in (RestartDecision.RETRY, RestartDecision.ISOLATE) or is_skipped
         if not goes_on:
             raise describe_crash(fault, decision, self._policy)
@@ -348,14 +367,14 @@ class WorkerRestarts:
         else:
             said = describe_crash(fault, decision, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
-        if position is not None and is_skipped:
+        if place is not None and is_skipped:
             self._trials.pop(worker, None)
             error = describe_crash(fault, decision, self._policy)
-            self._skip_sample(worker, fault.index, position, error)
+            self._skip_sample(worker, fault.index, place, error)
         elif decision is RestartDecision.ISOLATE and place is not None:
             self._trials[worker] = place
         self._start(worker)
-        self._faults.count_restart()
+        self._faults.count_restart(is_hang=fault.how != "died")
         return self._first_messages(worker)
 
     def _start(self, worker: int) -> None:
@@ -372,26 +391,27 @@ class WorkerRestarts:
                 time.sleep(pause_s)
         return self._pool.replace(worker)
 
-    def _may_skip(self, worker: int, position: int | None) -> bool:
+    def _may_skip(self, worker: int, place: Place | None) -> bool:
         """Return True if the sample can be skipped.
 
         If the sample was skipped before, its substitutes crashed or hung workers too. Their number
         is limited.
         """
-        if position is None or not self._faults.is_tolerant:
+        if place is None or place.position is None or not self._faults.is_tolerant:
             return False
-        lease = self._lease_queue.owed(worker)[0]
-        num_before = sum(lease.position + row == position for row, _ in lease.poison_rows)
+        lease = self._owed_lease(worker, place)
+        num_before = sum(lease.position + row == place.position for row, _ in lease.poison_rows)
         return num_before <= self._faults.num_substitutes
 
-    def _skip_sample(self, worker: int, index: Any, position: int, error: Exception) -> None:
-        lease = self._lease_queue.owed(worker)[0]
+    def _skip_sample(self, worker: int, index: Any, place: Place, error: Exception) -> None:
+        lease = self._owed_lease(worker, place)
+        assert place.position is not None
         if isinstance(index, list):  # from __getitems__: it is not known which sample is poison
             lease = lease._replace(is_suspect=True)
         else:
             self._faults.add_poison(index, error)
             lease = lease._replace(
-                poison_rows=(*lease.poison_rows, (position - lease.position, error))
+                poison_rows=(*lease.poison_rows, (place.position - lease.position, error))
             )
         self._lease_queue.amend(worker, lease)
 
@@ -402,7 +422,7 @@ class WorkerRestarts:
             messages.append(ResumeStream(self._pass_number, state, num_batches))
         place = self._trials.get(worker)
         if place is not None and place.position is not None:
-            lease = self._lease_queue.owed(worker)[0]
+            lease = self._owed_lease(worker, place)
             trial = (place.position - lease.position, place.num_samples)
             messages.append(lease._replace(trial=trial))
         return messages

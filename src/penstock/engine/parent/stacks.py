@@ -19,9 +19,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
+from pathlib import Path
 
 from penstock.engine.memory.messages import NOTHING, STACK_SIGNAL
+from penstock.machine.kernel_files import read_fields
 
 ANSWER_S = 0.5
 """A running process answers within a millisecond. A stopped process never does."""
@@ -79,11 +80,7 @@ def all_stacks(workers: Iterable[tuple[str, str]]) -> str:
 
 
 def _kernel_state(pid: int) -> str:
-    with suppress(OSError), open(f"/proc/{pid}/status") as file:
-        for line in file:
-            if line.startswith("State:"):
-                return line.partition(":")[2].strip()
-    return "the process is gone"
+    return read_fields(Path(f"/proc/{pid}/status")).get("State", "the process is gone")
 
 
 def _without_ours(text: str) -> str:

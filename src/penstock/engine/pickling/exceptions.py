@@ -37,6 +37,8 @@ class ErrorReport(NamedTuple):
     ours: bytes | None = None
     forms: tuple[bytes | None, ...] = ()
     """Pickled forms of the exception, best first. See :func:`_forms_of`."""
+    path: str | None = None
+    """The file of the sample, if it is known."""
 
 
 class WorkerTraceback(Exception):
@@ -50,13 +52,15 @@ class WorkerTraceback(Exception):
         return f'\n"""\n{self.trace}"""'
 
 
-def describe(error: BaseException, *, worker: int, where: str, index: Any = None) -> ErrorReport:
+def describe(
+    error: BaseException, *, worker: int, where: str, index: Any = None, path: str | None = None
+) -> ErrorReport:
     """Convert an exception to a report that can always be sent. Called by the worker."""
     trace = "".join(traceback.format_exception(type(error), error, _own_frames_cut(error)))
     trace += _advice_on(error)
     own = getattr(error, "sample_index", None)
     if isinstance(own, int):  # raised while one Penstock item loads many samples
-        index = own
+        index, path = own, None
     return ErrorReport(
         kind=type(error).__name__,
         trace=trace,
@@ -65,6 +69,7 @@ def describe(error: BaseException, *, worker: int, where: str, index: Any = None
         index_pickle=_dump(index),
         ours=_dump(error) if isinstance(error, PenstockError) else None,
         forms=_forms_of(error),
+        path=path,
     )
 
 
@@ -75,7 +80,9 @@ def rebuild(report: ErrorReport) -> BaseException:
         ours.__cause__ = WorkerTraceback(report.trace)
         return ours
     index = _load(report.index_pickle)
-    where = report.where if index is None else f"{report.where} while loading {_name(index)}"
+    where = report.where
+    if index is not None:
+        where += f" while loading {_name(index)}{f' ({report.path})' if report.path else ''}"
     message = f"Caught {report.kind} {where}.\nOriginal {report.trace}"
     make = functools.partial(_with_message, message)
     error = _first_that_works(report.forms, make) or RuntimeError(message)

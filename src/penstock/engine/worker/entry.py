@@ -27,10 +27,10 @@ def make_thread_worker(
     generator_lock: Any,
 ) -> Callable[[], None]:
     """Return the function that a worker thread runs until it is stopped."""
-    from penstock.engine.worker.loop import WorkerLoop
+    from penstock.engine.worker.loop_choice import make_loop
     from penstock.engine.worker.parent_link import QueueConnection
 
-    worker = WorkerLoop(
+    worker = make_loop(
         number=number,
         task=task,
         objects=objects,
@@ -59,7 +59,7 @@ def run_forked_worker(
     from penstock.engine.memory import payload
     from penstock.engine.memory.messages import STACK_FD, control_bytes, position_cell
     from penstock.engine.worker import main
-    from penstock.engine.worker.loop import WorkerLoop
+    from penstock.engine.worker.loop_choice import make_loop
     from penstock.engine.worker.parent_link import PipeConnection, offer_stack
     from penstock.engine.worker.torch_templates import keep_generated_modules_in_memory
 
@@ -76,7 +76,7 @@ def run_forked_worker(
     main.prepare_worker(number, num_workers, task, objects)
     connection = PipeConnection(channel, memory)
     main.serve(
-        WorkerLoop(number=number, task=task, objects=objects, connection=connection, cells=cells)
+        make_loop(number=number, task=task, objects=objects, connection=connection, cells=cells)
     )
 
 

@@ -17,6 +17,7 @@ Worker processes and worker threads run the same class. Only the connection diff
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from penstock.engine.loading.collate import is_default_collate
 from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
+    PassOver,
     Stream,
     call_user,
     getter,
@@ -53,8 +55,8 @@ from penstock.engine.memory.messages import (
     trace_buffers,
 )
 from penstock.engine.pickling.exceptions import ErrorReport, describe
-from penstock.engine.worker.parent_link import Connection, PassOver, WorkerStatus
-from penstock.errors import NoStopIteration
+from penstock.engine.worker.parent_link import Connection, WorkerStatus
+from penstock.errors import BadState, NoStopIteration
 from penstock.order.sample_randomness import (
     SampleRandomness,
     UnexpectedDraw,
@@ -220,7 +222,10 @@ class WorkerLoop:
         busy_ns = self._recorder.end(is_loaded=is_loaded)
         state, has_ended = None, False
         if self._task.is_iterable and kind != "error":
-            state = stream_state_of(self._dataset)
+            try:
+                state = stream_state_of(self._dataset)
+            except BadState as error:
+                kind, content = "error", self._describe(error)
             has_ended = self._stream is not None and self._stream.has_ended
         bad_samples = tuple(self._bad_policy.found) if self._bad_policy is not None else ()
         return Reply(
@@ -244,8 +249,11 @@ class WorkerLoop:
         if isinstance(error, StopIteration):  # from user code, so not the end of the epoch
             made = NoStopIteration.error_for("user code")
             made.__cause__, error = error, made
+        from penstock.engine.loading.sample_path import find_path
+
         index = self._status.index
-        return describe(error, worker=self._number, where=self._where, index=index)
+        path = None if index is None else find_path(self._dataset, index, error)
+        return describe(error, worker=self._number, where=self._where, index=index, path=path)
 
     def _load(self, lease: Lease) -> Loaded:
         if (lease.poison_rows or lease.is_suspect) and self._bad_policy is not None:
@@ -282,17 +290,22 @@ class WorkerLoop:
         """Load the lease's samples. ``batch`` holds all indices that substitutes may come from."""
         self._status.check_pass(lease.pass_number)
         self._begin_randomness(lease)
-        get = self._get if self._keeps_channels_last else one_getter(self._dataset)
-
-        def call(function: Callable[[Any], Any], index: Any, position: int) -> Any:
-            with self._guard():
-                if self._randomness is not None:
-                    self._randomness.snapshot()
-                return call_user(function, index, position, self._randomness)
-
+        call, get = functools.partial(self._call_one, lease), self._one_getter()
         indices = list(batch) if self._task.auto_collation else [batch]
         placed = self._walk(lease)
         return bad_policy.samples(call, get, placed, lease.key_epoch, indices, lease.poison_rows)
+
+    def _one_getter(self) -> Callable[[Any], Any]:
+        return self._get if self._keeps_channels_last else one_getter(self._dataset)
+
+    def _call_one(
+        self, lease: Lease, function: Callable[[Any], Any], index: Any, position: int
+    ) -> Any:
+        """Call user code for one sample of a lease: the dataset, or on_error."""
+        with self._guard():
+            if self._randomness is not None:
+                self._randomness.snapshot()
+            return call_user(function, index, position, self._randomness)
 
     def _load_alone(self, lease: Lease, first: int, count: int) -> str:
         """Load a few rows of a lease into unused memory, to test whether this worker survives it.

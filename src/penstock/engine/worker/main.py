@@ -61,7 +61,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     from penstock.engine.loading import collate, slot_collate
     from penstock.engine.memory import payload
     from penstock.engine.pickling.unpickling import unpickle_objects
-    from penstock.engine.worker.loop import WorkerLoop
+    from penstock.engine.worker.loop_choice import make_loop
     from penstock.engine.worker.parent_link import PipeConnection, offer_stack
     from penstock.order.global_generators import use_bit_generator
 
@@ -79,7 +79,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)
     connection = PipeConnection(channel, memory)
-    return WorkerLoop(number=number, task=task, objects=objects, connection=connection, cells=cells)
+    return make_loop(number=number, task=task, objects=objects, connection=connection, cells=cells)
 
 
 def keep_opencv_single() -> None:
@@ -201,7 +201,7 @@ _exit_code = 0
 def spawned_main(handle: int) -> None:
     """Entry point of a spawned worker."""
     if sys.platform == "win32":  # pragma: no cover
-        from penstock.engine.memory import windows_pipes as windows
+        from penstock.engine.memory import windows_handles as windows
 
         channel: Any = windows.connect(handle)
     else:

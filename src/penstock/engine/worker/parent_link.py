@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from penstock.engine.loading.fetch import PassOver
 from penstock.engine.memory import payload
 from penstock.engine.memory.messages import (
     IS_IDLE,
@@ -33,10 +34,6 @@ from penstock.engine.memory.messages import (
 )
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.machine.host import peak_kb
-
-
-class PassOver(Exception):
-    """The parent has started a new pass. The rest of this pass is not needed."""
 
 
 class WorkerStatus:
@@ -71,6 +68,13 @@ class WorkerStatus:
         """Record that a thread waits for its turn to run user code, or has started to run it."""
         if self._has_limit:
             self._cells[self._cell + SINCE] = 0 if is_waiting else time.monotonic_ns()
+
+    def show_awaited(self, position: int, index: Any, num_samples: int) -> None:
+        """Record the async sample that is awaited. No user code runs, and none is timed."""
+        self._cells[self._cell + SINCE] = 0
+        self._cells[self._cell + NUM_SAMPLES] = num_samples
+        self._cells[self._cell] = position
+        self._index = index
 
     def show_done(self) -> None:
         """Record that a lease is finished."""

@@ -14,6 +14,7 @@ import pytest
 from support import scripts
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(900),  # the first test waits for seven programs
     pytest.mark.skipif("COVERAGE_PROCESS_START" in os.environ, reason="every process is traced"),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -65,6 +67,47 @@ def test_handlers_of_torch_s_error_catch_it_and_see_torch_s_words() -> None:
     assert isinstance(error.__cause__, RuntimeError)
 
 
-def test_samples_that_do_not_differ_keep_torch_s_own_error() -> None:
-    with pytest.raises(TypeError, match="default_collate"):
-        default_collate([object(), object()], [0, 1])
+@pytest.mark.parametrize(
+    ("samples", "field", "place", "words"),
+    [
+        ([torch.zeros(1), None], "", 1, "dataset[101] returned None, which cannot be stacked"),
+        ([None, None], "", 0, "dataset[100] returned None"),
+        ([(1, {"box": [None]})], "[1]['box'][0]", 0, "returned None in field [1]['box'][0]"),
+        ([object(), object()], "", 0, "dataset[100] returned a object"),
+        ([{"a": 1, "b": 2}, {"b": {3}, "a": 1}], "['b']", 1, "returned a set in field ['b']"),
+        ([Record(torch.zeros(2), None)], ".label", 0, "returned None in field .label"),
+    ],
+)
+def test_values_that_no_batch_can_hold_are_named(
+    samples: list[Any], field: str, place: int, words: str
+) -> None:
+    error: Any = refuse(samples)
+    assert isinstance(error, type(error.__cause__))  # torch's own
+    assert (error.field, error.sample_index) == (field, 100 + place)
+    assert words in str(error)
+    is_none = "None" in words
+    assert ('on_error="skip"' in str(error)) == is_none
+    assert ("collate_fn" in str(error)) != is_none
+
+
+@pytest.mark.parametrize(
+    ("value", "conversion"),
+    [
+        (Decimal("1.5"), "float"),
+        (datetime.datetime(2020, 1, 1), "datetime.datetime.timestamp"),
+        (2**63, "str"),
+    ],
+)
+def test_a_value_that_no_tensor_holds_is_named_with_a_conversion(
+    value: Any, conversion: str
+) -> None:
+    error: Any = refuse([{"n": 0, "x": value}])
+    assert f"returned {value} ({type(value).__name__}) in field ['x']" in str(error)
+    assert f"open_dataset(..., transforms={{'x': {conversion}}})" in str(error)
+
+
+def test_an_image_of_pillow_gets_its_own_remedy() -> None:
+    image = type("Image", (), {"__module__": "PIL.Image"})()
+    text = str(refuse([(image, 3)]))
+    assert "dataset[100] returned a PIL image in field [0]" in text
+    assert "transform=torchvision.transforms.ToTensor()" in text

@@ -312,3 +312,16 @@ def test_such_a_class_has_no_subclasses() -> None:
     for kind in (Final, NeedsKeyword):
         with pytest.raises(TypeError):
             type("Other", (kind,), {})
+
+
+def test_the_file_of_the_sample_is_named() -> None:
+    told = str(
+        rebuild(describe(OSError("truncated"), worker=0, where="here", index=7, path="cat/7.jpg"))
+    )
+    assert told.startswith("Caught OSError here while loading sample 7 (cat/7.jpg).")
+    without = str(rebuild(describe(OSError("truncated"), worker=0, where="here", index=7)))
+    assert without.startswith("Caught OSError here while loading sample 7.")
+    packed = OSError("truncated")
+    packed.sample_index = 300  # type: ignore[attr-defined]
+    other = str(rebuild(describe(packed, worker=0, where="here", index=7, path="cat/7.jpg")))
+    assert other.startswith("Caught OSError here while loading sample 300.")

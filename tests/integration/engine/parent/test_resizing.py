@@ -1,0 +1,130 @@
+"""num_workers="auto" changes the number of workers during an epoch. The batches stay the same."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from penstock import DataLoader
+from penstock.engine.parent import resizing
+from penstock.machine.collect import quick_facts
+from penstock.machine.host import busy_s_of
+from support.datasets import assert_same, collect, draw
+
+needs_cores = pytest.mark.skipif(
+    quick_facts().usable_cores < 2 or not busy_s_of(os.getpid()), reason="one core, or no schedstat"
+)
+
+
+class Changing(Dataset):
+    """Samples that wait ``before_s``, and from index ``at`` on ``after_s``."""
+
+    def __init__(self, length: int, at: int, before_s: float, after_s: float) -> None:
+        self.length, self.at, self.before_s, self.after_s = length, at, before_s, after_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.before_s if index < self.at else self.after_s)
+        return draw(index)
+
+
+class Still(Changing):
+    def __getitem__(self, index: int) -> Any:
+        return draw(index)
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resizing, "WINDOW_S", 0.2)
+    monkeypatch.setattr(resizing, "MIN_BATCHES", 2)
+
+
+def run(data: Changing, **arguments: Any) -> tuple[list[Any], list[int], DataLoader[Any]]:
+    """Return the batches, the number of workers at each, and the loader."""
+    torch.manual_seed(0)
+    loader = DataLoader(data, batch_size=4, num_workers="auto", **arguments)
+    batches, numbers = [], []
+    for batch in loader:
+        batches.append(batch)
+        numbers.append(loader.num_workers)
+    return collect(batches), numbers, loader
+
+
+def expected(data: Changing) -> list[Any]:
+    torch.manual_seed(0)
+    return collect(DataLoader(Still(data.length, 0, 0, 0), batch_size=4))
+
+
+@pytest.mark.slow
+@needs_cores
+def test_workers_are_added_when_samples_begin_to_wait() -> None:
+    data = Changing(2_400, 600, 0.002, 0.05)
+    batches, numbers, loader = run(data)
+    assert_same(batches, expected(data))
+    early, late = numbers[140], numbers[-1]
+    assert late > early
+    choice = loader.plan.num_workers
+    assert choice.value == late
+    assert "samples wait" in choice.reason
+    spans = [span for lane in loader.timeline().lanes for span in lane.spans]
+    shown = [span.name for span in spans if "auto: " in span.name]
+    assert shown
+    assert all("workers, samples wait" in name for name in shown)
+
+
+@pytest.mark.slow
+@needs_cores
+def test_workers_are_removed_when_samples_no_longer_wait() -> None:
+    data = Changing(8_000, 800, 0.05, 0.001)
+    torch.manual_seed(0)
+    loader = DataLoader(data, batch_size=4, num_workers="auto")
+    batches, numbers = [], []
+    for batch in loader:
+        time.sleep(0.002)  # the training step
+        batches.append(batch)
+        numbers.append(loader.num_workers)
+    assert_same(collect(batches), expected(data))
+    assert numbers[-1] <= 0.5 * max(numbers)
+
+
+class Bounded(Still):
+    """A server that answers one request at a time, however many clients there are."""
+
+    def __init__(self, length: int, file: Any) -> None:
+        super().__init__(length, 0, 0, 0)
+        self.file = str(file)
+
+    def __getitem__(self, index: int) -> Any:
+        import fcntl
+
+        with open(self.file, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(0.004)
+        return draw(index)
+
+
+@pytest.mark.slow
+@needs_cores
+def test_more_workers_that_are_not_faster_are_taken_back(tmp_path: Any) -> None:
+    data = Bounded(2_500, tmp_path / "server")
+    batches, numbers, loader = run(data)
+    assert_same(batches, expected(data))
+    assert len(set(numbers)) < 8  # it does not go on trying
+    if loader._measured.get("most_useful") is not None:
+        assert "not faster" in loader.plan.num_workers.reason
+
+
+@pytest.mark.legacy
+@needs_cores
+def test_a_given_number_stays() -> None:
+    data = Changing(200, 100, 0.001, 0.01)
+    loader = DataLoader(data, batch_size=4, num_workers=2)
+    for _ in loader:
+        assert loader.num_workers == 2
