@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from penstock.sources.open_dataset import open_dataset as open_dataset
     from penstock.sources.packed import Packed as Packed
     from penstock.sources.tensor_files import open_tensors as open_tensors
+    from penstock.trace.prometheus import serve_metrics as serve_metrics
     from penstock.trace.record import span as span
     from penstock.trace.timeline import Timeline as Timeline
     from penstock.trace.what_if import simulate as simulate
@@ -104,6 +105,7 @@ _HOMES = {
     "Tracing": "penstock.options",
     "Timeline": "penstock.trace.timeline",
     "simulate": "penstock.trace.what_if",
+    "serve_metrics": "penstock.trace.prometheus",
     "patch": "penstock.integrations.patch",
     "unpatch": "penstock.integrations.patch",
     "patched": "penstock.integrations.patch",

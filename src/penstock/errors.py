@@ -12,6 +12,7 @@ The four parts are what happened, where, the likely cause, and a remedy to paste
     +-- MismatchedSamples  [S01]  also RuntimeError: samples of a batch differ in shape or structure
     +-- TooManyBad         [S02]  also RuntimeError: more bad samples than ``max_bad`` allows
     +-- NoSubstitute       [S03]  also RuntimeError: all substitutes for a bad sample are bad
+    +-- SharedDraw         [S04]  also RuntimeError: an async sample drew from a shared generator
     +-- BadArgument        [A01]  also ValueError: invalid value for a Penstock option
     +-- BadTarget          [D01]  also ValueError: ``script.py:name`` cannot be found or read
     +-- NoSuchDevice       [G01]  also RuntimeError: the device does not exist on this machine
@@ -23,6 +24,7 @@ The four parts are what happened, where, the likely cause, and a remedy to paste
     +-- CannotPack         [F03]  also ValueError: a sample or field cannot be stored when packing
     +-- CannotWrite        [F04]  also OSError: disk full, no permission, or no such folder
     +-- AlreadyThere       [F05]  also FileExistsError: writing would overwrite existing data
+    +-- StorageFailed      [F06]  also OSError: an object in remote storage could not be read
     +-- BadImage           [I01]  also ValueError: an image cannot be decoded, or is too large
     +-- MissingExtra       [X01]  also ImportError: an optional package is not installed
 
@@ -93,7 +95,7 @@ class PenstockError(Exception):
     Example:
         >>> error = WorkerTimeout("no batch in 5 s", remedy="DataLoader(..., timeout=60)", worker=1)
         >>> print(error)
-        WorkerTimeout [W02]: no batch in 5 s
+        [W02] no batch in 5 s
           Try: DataLoader(..., timeout=60)
         >>> error.worker
         1
@@ -110,7 +112,7 @@ class PenstockError(Exception):
         remedy: str | None = None,
         **facts: object,
     ) -> None:
-        lines = [f"{type(self).__name__} [{self.code}]: {what}"]
+        lines = [f"[{self.code}] {what}"]  # Python writes the name of the class before it
         lines += [
             f"  {label}: {text}"
             for label, text in (("In", where), ("Likely", likely), ("Try", remedy))
@@ -194,6 +196,12 @@ class NoSubstitute(PenstockError, RuntimeError):
     code = "S03"
 
 
+class SharedDraw(PenstockError, RuntimeError):
+    """An async sample drew from a generator that it shares with the other samples in flight."""
+
+    code = "S04"
+
+
 class BadArgument(PenstockError, ValueError):
     """Invalid value for a Penstock option."""
 
@@ -205,9 +213,12 @@ class BadArgument(PenstockError, ValueError):
     ) -> None:
         """Raise unless ``value`` is in ``known``."""
         if value not in known:
+            import difflib
+
+            near = [*difflib.get_close_matches(str(value), known, n=1), known[0]]
             raise cls(
                 f"{name}={value!r} must be one of {', '.join(map(repr, known))}",
-                remedy=f"{call}(..., {name}={known[0]!r})",
+                remedy=f"{call}(..., {name}={near[0]!r})",
             )
 
 
@@ -269,6 +280,12 @@ class AlreadyThere(PenstockError, FileExistsError):
     """The output already exists. Nothing is overwritten."""
 
     code = "F05"
+
+
+class StorageFailed(PenstockError, OSError):
+    """An object in remote storage could not be read."""
+
+    code = "F06"
 
 
 class BadImage(PenstockError, ValueError):

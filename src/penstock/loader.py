@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.device.setup import DeviceSetup
+from penstock.engine.loading.fetch import in_flight_of, most_in_flight
 from penstock.engine.parent.context import EngineSettings, LoaderParts
 from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
@@ -29,6 +30,7 @@ from penstock.machine.own_memory import note_imports
 from penstock.options import (
     LoaderOptions,
     Tracing,
+    check_batch_size,
     check_count,
     check_num_workers,
     describe_options,
@@ -44,9 +46,10 @@ from penstock.order.epoch_state import (
     EpochState,
     has_own_state,
 )
+from penstock.order.ranks import refuse_ranks
 from penstock.order.samplers import Order, SeededOrder, ShardedOrder, make_order
 from penstock.trace.recorder import Recorder, make_recorder
-from penstock.user_objects import probe
+from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
     from penstock.order.loader_state import LoaderState
     from penstock.planning.inputs import LoaderRequest, Workload
     from penstock.planning.plan import Plan
-    from penstock.trace.stats import Stats
+    from penstock.trace.metrics import Metrics
     from penstock.trace.timeline import Timeline
 
 note_imports()
@@ -98,6 +101,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     rank: int | None
     world_size: int | None
     padding: bool
+    in_flight: int | str
     device: torch.device | None
     device_prefetch: int
     finish: Callable[[Any], Any] | None
@@ -127,6 +131,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         **options: Unpack[LoaderOptions],
     ) -> None:
         self._set_options(dataset, options, prefetch_factor)
+        check_batch_size("batch_size", batch_size)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
             from penstock.machine.collect import quick_facts
@@ -138,8 +143,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         if not _HAS_IN_ORDER:  # torch 1.13, which does not accept prefetch_factor=None either
             keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
         self._auto_workers = num_workers if self._is_auto else None
-        order = None
-        is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        order, is_iterable = None, isinstance(dataset, torch.utils.data.IterableDataset)
         if sampler is None and batch_sampler is None and not is_iterable:
             with NoStopIteration("dataset.__len__"):
                 order = make_order(
@@ -152,11 +156,7 @@ class DataLoader(TorchDataLoader[_T_co]):
                     padding=self.padding,
                 )
         elif self.shard or self.rank is not None or self.world_size is not None:
-            raise BadArgument(
-                "shard, rank and world_size cannot be combined with a sampler or an iterable "
-                "dataset",
-                remedy="DataLoader(..., shard=True) without sampler and batch_sampler",
-            )
+            raise refuse_ranks(sampler if batch_sampler is None else batch_sampler)
         with NoStopIteration("dataset.__len__"):
             super().__init__(
                 dataset,
@@ -177,7 +177,7 @@ class DataLoader(TorchDataLoader[_T_co]):
                 **keywords,
             )
         self.in_order, self.shuffle = in_order, shuffle
-        if self._is_auto:  # use the plan's value until there are measurements
+        if self._is_auto:  # until there are measurements
             self.num_workers = self._auto_workers = self.plan.num_workers.value
         elif self._uses_fork_server():
             from penstock.engine.parent.fork_server import warm_up
@@ -199,8 +199,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._asked_prefetch = prefetch_factor
         self._measured: dict[str, Any] = {}
         """Fields of the workload that were measured."""
-        self._notes: dict[str, None] = {}
-        self._warned: set[str] = set()
+        self._notes, self._warned = dict[str, None](), set[str]()
         self._changes = DatasetChanges(dataset)
         self._epoch_state = EpochState(self.seed)
         self._faults = self._make_faults()
@@ -217,7 +216,11 @@ class DataLoader(TorchDataLoader[_T_co]):
     @property
     def plan(self) -> Plan:
         """Plan of this loader on this machine. Each choice has a reason."""
-        plan = self._make_plan()
+        with importing():
+            from penstock.machine.collect import quick_facts
+            from penstock.planning.decisions import make_plan
+
+        plan = make_plan(quick_facts(), self._request(), self._workload())
         fork_server = sys.modules.get("penstock.engine.parent.fork_server")
         if plan.start_method.value == "forkserver" and fork_server is not None:
             started = fork_server.describe_start()
@@ -225,18 +228,8 @@ class DataLoader(TorchDataLoader[_T_co]):
                 plan = plan._replace(start_method=plan.start_method._replace(reason=started))
         return plan._replace(notes=(*self._notes, *self._notes_of_dataset()))
 
-    def _make_plan(self) -> Plan:
-        with importing():
-            from penstock.machine.collect import quick_facts
-            from penstock.planning.decisions import make_plan
-
-        return make_plan(quick_facts(), self._request(), self._workload())
-
     def _notes_of_dataset(self) -> tuple[str, ...]:
-        """Return the dataset's ``plan_notes``.
-
-        Only a list or tuple counts, because a wrapper may return a value for any attribute name.
-        """
+        # Only a list or tuple counts, because a wrapper may return a value for any attribute name.
         notes = probe(self.dataset, "plan_notes", ())
         return tuple(notes) if isinstance(notes, (list, tuple)) else ()
 
@@ -271,6 +264,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             **self._measured,
             is_iterable=self._is_iterable(),
             is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
+            in_flight=most_in_flight(in_flight_of(self.dataset, self.in_flight)),
         )
 
     def _warn(self, plan: Plan) -> None:
@@ -359,6 +353,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             prefetch_factor=self._asked_prefetch,
             per_sample=per_sample,
             in_order=self.in_order,
+            in_flight=in_flight_of(self.dataset, self.in_flight),
         )
         self._record_facts(settings)
         return settings
@@ -389,8 +384,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._measured.get("sample_bytes") is None:
             self._measured["sample_bytes"] = batch_bytes // (self._rows_per_batch() or 1)
             in_flight_bytes = batch_bytes * self.num_workers * (self._asked_prefetch or 2)
-            _, free_bytes = memory_bytes()
-            if in_flight_bytes > free_bytes // 4:  # the plan warns if it is more than half
+            if in_flight_bytes > memory_bytes()[1] // 4:  # the plan warns above half
                 self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> EngineSettings:
@@ -451,8 +445,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     def _num_indices(self) -> int | None:
         """Return the number of indices from which a substitute can be drawn.
 
-        None unless the sampler visits all samples equally often. Only then can any sample replace
-        any other.
+        None unless the sampler visits all samples equally often.
         """
         from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -487,27 +480,32 @@ class DataLoader(TorchDataLoader[_T_co]):
 
         return Timeline((self._recorder or Recorder()).records())
 
-    def stats(self) -> Stats:
-        """Return current rates and wait times.
-
-        A call takes about a millisecond and does not slow down loading.
+    def metrics(self) -> Metrics:
+        """Return rates, waits, faults and the verdict of the last 30 seconds of loading.
 
         Example:
             >>> from penstock import DataLoader
             >>> loader = DataLoader(range(8), batch_size=4)
             >>> for batch in loader:
             ...     pass
-            >>> loader.stats().num_batches
+            >>> loader.metrics().num_batches
             2
         """
-        from penstock.trace.stats import make_stats
+        from penstock.trace.metrics import loader_metrics
 
-        return make_stats(self._recorder)
+        return loader_metrics(self._recorder)
+
+    def _repr_html_(self) -> str:
+        from penstock.trace.notebook import show_loader
+
+        return show_loader(type(self.dataset).__name__, self.plan, self._recorder)
 
     def _get_recorder(self) -> Recorder:
         if self._recorder is None:
             self._recorder = make_recorder(self.trace)
             self._recorder.count_sources = self._index_sampler.counter()
+            self._recorder.count_faults = self._faults.counts
+            self._recorder.count_network = probe(self.dataset, "count_network")
             if self._recorder.traces_steps:
                 from penstock.trace.transform_spans import trace_steps
 
@@ -526,6 +524,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             dataset=type(self.dataset).__name__,
             batch_size=self.batch_size,
             num_workers=settings.num_workers,
+            is_auto=self._is_auto,
             pool=settings.pool,
             start_method=settings.start_method,
             prefetch_factor=settings.prefetch_factor,
@@ -589,7 +588,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             is_iterable=self._is_iterable(),
         )
         saved.refuse_undrawn(has_seed=self.seed is not None, drawing=drawing)
-        saved.refuse_streams(self.num_workers)
+        saved.refuse_streams(self.num_workers, self.dataset)
         bad = saved.bad or {}
         self._faults.restore(saved.epoch, bad.get("positions", []), bad.get("poison", []))
         self._epoch_state.resume(saved.epoch_position())
@@ -603,7 +602,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             seed=self.seed,
             length=self._length(),
             global_batch=self._global_batch(),
-            sources=getattr(self._order(), "fingerprint", None),
+            order=self._index_sampler.fingerprint,
             bad=self._bad_in(position.epoch, position.position) or None,
         )
 
@@ -621,6 +620,9 @@ class DataLoader(TorchDataLoader[_T_co]):
         batch_sampler: Any = self.batch_sampler
         if isinstance(batch_sampler, ShardedOrder):  # BucketedBatches
             batch_sampler.set_epoch(self._epoch_state.epoch)
+        if offers(self.dataset, "follow_epoch"):  # a set in object storage downloads ahead
+            follow, state = probe(self.dataset, "follow_epoch"), self._epoch_state
+            follow(state, self._order(), self.sampler, self._rows_per_batch())
 
     def _skip_delivered(self, batches: Any) -> None:
         """Load and drop the batches already delivered, if the dataset cannot skip them."""
@@ -646,8 +648,7 @@ class DataLoader(TorchDataLoader[_T_co]):
 
     def _stateful_sampler(self) -> Any:
         """Return the batch sampler if it has a ``state_dict()``, otherwise the sampler."""
-        has_state = has_own_state(self.batch_sampler)
-        return self.batch_sampler if has_state else self.sampler
+        return self.batch_sampler if has_own_state(self.batch_sampler) else self.sampler
 
     def _order(self) -> Order | None:
         return self._index_sampler.order
@@ -680,9 +681,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             return order.length
         if self._is_iterable():
             return None
-        is_users = self.batch_size is None and self.batch_sampler is not None
-        try:
-            if is_users:  # the length of the sampler does not apply to a user's batch sampler
+        try:  # the length of the sampler does not apply to a user's batch sampler
+            if self.batch_size is None and self.batch_sampler is not None:
                 return len(self.batch_sampler) * (self._rows_per_batch() or 1)  # type: ignore[arg-type]
             return len(self.sampler)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):

@@ -92,6 +92,19 @@ def check_seed(name: str, seed: Any) -> int:
     return value
 
 
+def check_batch_size(name: str, batch_size: Any) -> None:
+    """Refuse a string, which torch's own message shows like a number. torch checks the rest.
+
+    Example:
+        >>> check_batch_size("batch_size", 8)
+    """
+    if isinstance(batch_size, str):
+        raise BadArgument(
+            f"{name}={batch_size!r} is a string, not an integer",
+            remedy=f"DataLoader(..., {name}=int({batch_size!r}))",
+        )
+
+
 def check_num_workers(name: str, num_workers: Any) -> int | str:
     """Return ``num_workers`` if it is "auto" or an integer. torch checks the range.
 
@@ -105,6 +118,19 @@ def check_num_workers(name: str, num_workers: Any) -> int | str:
             remedy="DataLoader(..., num_workers='auto')",
         )
     return num_workers  # type: ignore[no-any-return]
+
+
+def check_in_flight(name: str, in_flight: Any) -> int | str:
+    """Return ``in_flight`` if it is "auto" or a number of samples.
+
+    Example:
+        >>> check_in_flight("in_flight", "auto"), check_in_flight("in_flight", 64)
+        ('auto', 64)
+    """
+    if isinstance(in_flight, str):
+        BadArgument.unless_one_of(name, in_flight, ("auto",))
+        return in_flight
+    return check_count(name, in_flight, 1, 4096)
 
 
 def check_prefetch(name: str, depth: Any) -> int:
@@ -142,9 +168,11 @@ def check_device(name: str, device: Any) -> Any:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        first_line = str(error).strip().split("\n")[0]
+        problem = f"{name}={device!r}: {str(error).strip().splitlines()[0]}"
+        if isinstance(device, str) and "device type at start of device string" in problem:
+            problem = f"{name}={device!r} is not a device of torch. Did you mean 'cuda'?"
         raise NoSuchDevice(
-            f"{name}={device!r}: {first_line}",
+            problem,
             remedy="DataLoader(..., device='cuda')",
             device=str(device),
         ) from None
@@ -409,6 +437,15 @@ class LoaderOptions(SharedOptions, total=False):
             help="Repeat samples from the start so that all ranks get the same number of samples.",
         ),
     ]
+    in_flight: Annotated[
+        int | str,
+        Option(
+            default="auto",
+            check=check_in_flight,
+            help="Samples of an async dataset (``async def __getitem__``) that each worker loads "
+            'at once. ``"auto"`` tries 8 to 64.',
+        ),
+    ]
     device: Annotated[
         Any,
         Option(
@@ -509,8 +546,13 @@ def read_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def refuse_unknown(
+    function: str, given: Mapping[str, Any], known: Mapping[str, Any], otherwise: str = ""
+) -> None:
     """Raise TypeError for an unknown keyword, like Python. Suggests the closest known name.
+
+    Args:
+        otherwise: The end of the message if no known name is close.
 
     Example:
         >>> refuse_unknown("DataLoader", {"num_worker": 2}, {"num_workers": 0})
@@ -523,7 +565,7 @@ def refuse_unknown(function: str, given: Mapping[str, Any], known: Mapping[str, 
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
+            hint = f". Did you mean {near[0]!r}?" if near else otherwise
             text = f"{function}() got an unexpected keyword argument {name!r}{hint}"
             raise TypeError(text)
 

@@ -217,6 +217,29 @@ def test_what_torch_refuses_to_collate_is_refused_with_the_same_type(name: str, 
         collect(DataLoader(dataset, batch_size=4, **WAYS[way]))
 
 
+class Photos(Samples):
+    """Its samples are files, as in torchvision's folders. One file is broken."""
+
+    def __init__(self) -> None:
+        super().__init__(self._read, 12)
+        self.paths = [f"photos/{index}.jpg" for index in range(12)]
+
+    def _read(self, index: int) -> int:
+        if index == 6:
+            raise OSError("image file is truncated")
+        return index
+
+
+@pytest.mark.parametrize("way", QUICK_WAYS)
+def test_the_error_of_a_broken_file_names_the_file(way: str) -> None:
+    with pytest.raises(OSError, match="image file is truncated") as caught:
+        collect(DataLoader(Photos(), batch_size=4, **WAYS[way]))
+    assert caught.value.sample_index == 6  # type: ignore[attr-defined]
+    told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    if way != "inline" or sys.version_info >= (3, 11):
+        assert "while loading sample 6 (photos/6.jpg)" in " ".join(told)
+
+
 @legacy
 @pytest.mark.parametrize("way", WORKER_WAYS)
 def test_batches_of_many_shapes_in_one_epoch_are_right(way: str) -> None:

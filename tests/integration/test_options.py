@@ -31,7 +31,6 @@ WRONG: dict[str, dict[str, Any]] = {
     "drop_last without batches": {"batch_size": None, "drop_last": True},
     "no sample in a batch": {"batch_size": 0},
     "a negative batch": {"batch_size": -2},
-    "a batch size of text": {"batch_size": "3"},
     "drop_last of text": {"batch_size": 2, "drop_last": "yes"},
     "an unknown start method": {"num_workers": 1, "multiprocessing_context": "teleport"},
     "a start method of another type": {"num_workers": 1, "multiprocessing_context": 5},
@@ -48,6 +47,7 @@ OURS: dict[str, dict[str, Any]] = {
     "an unknown randomness": {"randomness": "dice"},
     "workers in words": {"num_workers": "two"},
     "no pool": {"pool": None},
+    "a batch size of text": {"batch_size": "3"},
 }
 
 

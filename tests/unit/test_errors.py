@@ -21,6 +21,7 @@ ALSO = {
     errors.Stuck: (RuntimeError,),
     errors.TooManyBad: (RuntimeError,),
     errors.NoSubstitute: (RuntimeError,),
+    errors.SharedDraw: (RuntimeError,),
     errors.CannotTravel: (TypeError, pickle.PicklingError),
     errors.MismatchedSamples: (RuntimeError,),
     errors.BadArgument: (ValueError,),
@@ -34,6 +35,7 @@ ALSO = {
     errors.CannotPack: (ValueError,),
     errors.CannotWrite: (OSError,),
     errors.AlreadyThere: (FileExistsError,),
+    errors.StorageFailed: (OSError,),
     errors.BadImage: (ValueError,),
     errors.MissingExtra: (ImportError,),
 }
@@ -81,7 +83,7 @@ def test_the_four_parts_come_in_order() -> None:
         "worker 2 died", where="data.py:57", likely="memory", remedy="num_workers=2"
     )
     assert str(error).splitlines() == [
-        "WorkerDied [W01]: worker 2 died",
+        "[W01] worker 2 died",
         "  In: data.py:57",
         "  Likely: memory",
         "  Try: num_workers=2",
@@ -89,7 +91,7 @@ def test_the_four_parts_come_in_order() -> None:
 
 
 def test_parts_that_are_not_known_are_left_out() -> None:
-    assert str(errors.BadArgument("no")).splitlines() == ["BadArgument [A01]: no"]
+    assert str(errors.BadArgument("no")).splitlines() == ["[A01] no"]
 
 
 def test_facts_are_attributes() -> None:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         options = make_parser().parse_args(arguments)
         sys.exit(options.execute(options))
     except PenstockError as error:
-        print(error, file=sys.stderr)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
     except KeyboardInterrupt:
         if getattr(options, "command", None) == "run":

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.script_loading import ScriptFailed, load_object, make_dataset
-from penstock.cli.script_object import find_script_object
+from penstock.cli.script_loading import load_dataset
 from penstock.errors import BadTarget
 from penstock.user_objects import probe
 
@@ -87,11 +86,7 @@ def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
             f"{target!r} is neither a folder nor a script",
             remedy="penstock bench train.py:dataset, or a folder of images",
         )
-    found = find_script_object(target, "bench")
-    try:
-        value = make_dataset(load_object(found, arguments), found)
-    except ScriptFailed as error:
-        raise BadTarget(error.what, where=error.where, remedy=error.cure or None) from None
+    value = load_dataset(target, "bench", arguments)
     has_samples = hasattr(type(value), "__getitem__")
     if not has_samples and probe(value, "dataset") is not None:  # a loader, not a wrapper
         return BenchDataset(

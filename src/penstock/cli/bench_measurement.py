@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.bench_dataset import BenchDataset
 from penstock.cli.user_code import describe_error, place_of
 from penstock.errors import BadTarget
+from penstock.machine.host import usable_cores
+from penstock.machine.other_load import describe_load
 from penstock.planning.sample_timing import spread_indices, time_samples
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 NEAR_BEST = 0.95
 """Rates above this fraction of the best count as equal. The fewest workers are then recommended."""
+NOISY, MAX_NOISE = 0.1, 0.5
 MAX_SAMPLES = 100_000
 NUM_KEPT = 64
 
@@ -44,6 +47,8 @@ class WorkersRate:
 
     Args:
         predicted: The rate that the simulator predicted before the run, or None.
+        noise: Noise of the rate, as a share of it: half the width of its 95% confidence interval.
+            None if the run was too short.
     """
 
     workers: int
@@ -51,6 +56,7 @@ class WorkersRate:
     stall_share: float
     verdict: str
     predicted: float | None = None
+    noise: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,12 +68,30 @@ class BenchResult:
     stages: list[StageTime] = field(default_factory=list)
     ceiling: float = 0.0
     runs: list[WorkersRate] = field(default_factory=list)
-    best: Timeline | None = None
+    timeline: Timeline | None = None
+    """Timeline of the recommended run."""
+    load: str = ""
+    """A sentence about other programs, if they kept the machine busy before the first run."""
 
     @property
     def recommended(self) -> WorkersRate:
+        """The run with the fewest workers whose rate is the best one, or within the noise of it."""
         most = max(run.rate for run in self.runs)
-        return next(run for run in self.runs if run.rate >= NEAR_BEST * most)
+        near = min(NEAR_BEST, 1 - self.noise)
+        return next(run for run in self.runs if run.rate >= near * most)
+
+    @property
+    def noise(self) -> float:
+        """The median noise of the runs, or 0 if unknown."""
+        known = sorted(run.noise for run in self.runs if run.noise is not None)
+        return min(MAX_NOISE, known[len(known) // 2]) if known else 0.0
+
+    @property
+    def warning(self) -> str:
+        """What makes the rates uncertain, or an empty text."""
+        is_noisy = self.noise > NOISY
+        noise = f"Rates vary by {self.noise:.0%} within a run. Smaller differences mean nothing."
+        return " ".join(filter(None, (self.load, noise if is_noisy else "")))
 
     @property
     def line(self) -> str:
@@ -102,9 +126,12 @@ def measure(
     """Run all measurements in sequence. ``tell`` is called with the name of each next step."""
     import torch
 
-    from penstock.trace.what_if import simulate
+    from penstock.trace.diagnosis import diagnose
+    from penstock.trace.regression import measure_noise
+    from penstock.trace.simulator import predict_rate
 
     result = BenchResult(name=source.name, batch_size=batch_size)
+    result.load = describe_load(usable_cores())
     tell("one sample at a time")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
@@ -113,13 +140,13 @@ def measure(
     finally:
         torch.set_num_threads(num_threads)
     endless = RepeatedDataset(source.dataset, max(1, len(source.dataset)))
+    timelines: dict[int, Timeline] = {}
     previous: Timeline | None = None
-    best_rate = 0.0
     for count in workers:
         tell(f"{count} worker{'s' if count != 1 else ''}")
         predicted = None
         if previous is not None and previous.num_batches > 3:
-            predicted = simulate(previous, workers=count).account.rate
+            predicted = predict_rate(previous.model, count)
         timeline = _run(endless, batch_size, source.collate_fn, count, seconds)
         account = timeline.account
         result.runs.append(
@@ -129,15 +156,19 @@ def measure(
                 stall_share=account.share(account.stall_s + account.loading_s),
                 verdict=timeline.verdict.sentence,
                 predicted=predicted,
+                noise=measure_noise(timeline.model),
             )
         )
-        if account.rate > best_rate:
-            result.best, best_rate = timeline, account.rate
-        if count:
-            previous = timeline
+        timelines[count] = previous = timeline
+    chosen = result.recommended
+    result.timeline = timelines[chosen.workers]
+    # The table has the rates with other numbers of workers, so the verdict promises none.
+    result.timeline.verdict = diagnose(
+        result.timeline.account, result.timeline.facts, lambda workers: chosen.rate
+    )
     tell("the ceiling: samples in memory")
     ready = RepeatedDataset(kept, len(kept))
-    count = max(1, result.recommended.workers)
+    count = max(1, chosen.workers)
     result.ceiling = _run(ready, batch_size, source.collate_fn, count, seconds).account.rate
     return result
 
@@ -160,7 +191,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
             raise BadTarget(
                 f"dataset[{timed.index}] raises {describe_error(timed.error)}",
                 where=place_of(timed.error),
-                remedy="penstock doctor train.py:dataset, for details",
+                remedy=f"penstock doctor {source.name}, for details",
             ) from timed.error
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s

@@ -22,16 +22,19 @@ def print_result(console: Console, result: BenchResult) -> None:
         line = f"{stage.name}: {stage.sample_ms:.3g} ms per sample. {stage.note}".rstrip()
         console.print(line, markup=False, highlight=False)
     table = Table(box=None, pad_edge=False)
-    for column in ("workers", "samples/s", "predicted", "of the ceiling", "waiting"):
+    for column in ("workers", "samples/s", "noise", "predicted", "of the ceiling"):
         table.add_column(column, justify="right")
     chosen = result.recommended
     for run in result.runs:
         predicted = "" if run.predicted is None else f"{run.predicted:,.0f}"
         share = run.rate / result.ceiling if result.ceiling else 0.0
-        row = (str(run.workers), f"{run.rate:,.0f}", predicted, f"{share:.0%}")
+        noise = "" if run.noise is None else f"±{run.noise:.0%}"
         style = "bold green" if run is chosen else ""
-        table.add_row(*row, f"{run.stall_share:.0%}", style=style)
+        row = (str(run.workers), f"{run.rate:,.0f}", noise, predicted, f"{share:.0%}")
+        table.add_row(*row, style=style)
     console.print(table)
+    if result.warning:
+        console.print(f"Note: {result.warning}", markup=False, highlight=False)
     console.print(f"Ceiling, with samples in memory: {result.ceiling:,.0f} samples/s")
     console.print(f"Recommended: {result.line}", markup=False, highlight=False)
 
@@ -46,6 +49,7 @@ def dump(result: BenchResult, machine: dict[str, Any]) -> str:
         "ceiling": result.ceiling,
         "trials": [asdict(run) for run in result.runs],
         "recommended": result.line,
+        "warning": result.warning,
     }
     return json.dumps(content, indent=2) + "\n"
 
@@ -55,7 +59,8 @@ def make_page(result: BenchResult, machine: dict[str, Any]) -> str:
     from penstock.trace import html as render_html
 
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
-    timeline = "" if result.best is None else render_html.frame(result.best.to_html())
+    timeline = "" if result.timeline is None else render_html.frame(result.timeline.to_html())
+    warning = f"<p>{html.escape(result.warning)}</p>" if result.warning else ""
     stages = "".join(
         f"<li>{html.escape(stage.name)}: {stage.sample_ms:.3g} ms per sample. "
         f"{html.escape(stage.note)}</li>"
@@ -69,9 +74,9 @@ text{{font:12px system-ui,sans-serif;fill:currentColor}}code{{font-size:14px}}</
 <h1>{html.escape(result.name)}</h1>
 <p>{html.escape(facts)}. Batch size {result.batch_size}.</p>
 <p>Recommended: <code>{html.escape(result.line)}</code></p>
-<ul>{stages}</ul>
+{warning}<ul>{stages}</ul>
 {_plot(result.runs, result.ceiling)}
-<h2>Fastest run</h2>
+<h2>The recommended run</h2>
 {timeline}
 </html>
 """

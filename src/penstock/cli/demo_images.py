@@ -40,17 +40,17 @@ class GeneratedImages:
 
     def __init__(self, folder: Path, num_images: int) -> None:
         rng = np.random.default_rng(0)
-        self._files = [folder / f"{place}.z" for place in range(num_images)]
-        for place, file in enumerate(self._files):
+        self.files = [folder / f"{place}.z" for place in range(num_images)]
+        for place, file in enumerate(self.files):
             file.write_bytes(_draw(rng, place % len(KINDS)))
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         import torch
 
-        stored = np.frombuffer(zlib.decompress(self._files[index].read_bytes()), dtype=np.uint8)
+        stored = np.frombuffer(zlib.decompress(self.files[index].read_bytes()), dtype=np.uint8)
         image = stored.reshape(STORED_PIXELS, STORED_PIXELS, 3)
         return torch.from_numpy(_augment(image)), index % len(KINDS)
 

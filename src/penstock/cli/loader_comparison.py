@@ -5,11 +5,11 @@ Used by ``penstock demo``. It works on plain records, so tests need no loaders.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from penstock.cli.loader_timing import LoaderTiming, Summary, compare
 
@@ -24,95 +24,63 @@ class LoaderComparison:
     """Timings of both loaders, turn by turn.
 
     Args:
-        num_workers: Number of workers of both loaders.
-        cold_s: Time to Penstock's first batch in this process, including the start of the fork
-            server. None without workers.
         ours: Penstock's loader.
         theirs: PyTorch's loader. Empty if it failed.
-        alone: Penstock's loader without workers.
+        step_s: Time of the step after each batch, or 0 if batches are only loaded.
         failure: The error of PyTorch's loader.
     """
 
     batch_size: int
-    num_workers: int
-    cold_s: float | None
     ours: Timings
     theirs: Timings
-    alone: Timings = ()
+    step_s: float = 0.0
     failure: str | None = None
 
     def rates(self, timings: Timings) -> list[float]:
         """Return the samples per second of each turn."""
         return [timing.batches_per_s * self.batch_size for timing in timings]
 
+    def median_rate(self, timings: Timings) -> float:
+        return statistics.median(self.rates(timings))
+
 
 def print_comparison(console: Console, found: LoaderComparison) -> None:
-    """Print the table and the conclusions."""
-    table = Table("median (lowest to highest)", "Penstock", "PyTorch")
-    both = (found.ours, found.theirs)
-    table.add_row(
-        "images per second",
-        *(_as_rate(found.rates(timings)) if timings else "failed" for timings in both),
-    )
-    if found.cold_s is not None:
-        first = f"{found.theirs[0].first_batch_s:.2f} s" if found.theirs else "failed"
-        table.add_row("first batch, first loader", f"{found.cold_s:.2f} s", first)
-    table.add_row(
-        "first batch, later loaders" if found.cold_s is not None else "first batch",
-        *(_as_seconds(_first_batches(timings)) if timings else "failed" for timings in both),
-    )
-    console.print(table)
+    """Print the rates and the conclusion."""
+    for whose, timings in (("Penstock", found.ours), ("PyTorch", found.theirs)):
+        if timings:
+            rates = _as_rate(found.rates(timings))
+            first = _as_seconds([timing.first_batch_s for timing in timings])
+            console.print(f"  {whose:<10}{rates} images/s, first batch after {first}")
     if found.failure is not None:
-        console.print(f"PyTorch's DataLoader failed: {found.failure}", markup=False)
+        console.print(f"  PyTorch   failed: {found.failure}", markup=False)
     else:
-        for sentence in conclude(found):
-            console.print(sentence)
-    if found.alone:
-        alone = found.rates(found.alone)
-        gain = compare(found.rates(found.ours), alone).median
-        console.print(
-            f"Workers: {found.num_workers} load {gain:.2f} times as fast as none "
-            f"({_as_rate(alone)} images/s)."
-        )
+        console.print(f"  {conclude(found)}")
 
 
-def conclude(found: LoaderComparison) -> list[str]:
-    """Return the conclusions of the comparison, one sentence each.
+def conclude(found: LoaderComparison) -> str:
+    """Return the conclusion of the comparison.
 
     Example:
         >>> same = [LoaderTiming(first_batch_s=0.1, batches_per_s=rate) for rate in (10.0, 11.0)]
-        >>> found = LoaderComparison(
-        ...     batch_size=1, num_workers=0, cold_s=None, ours=same, theirs=same
-        ... )
-        >>> print(*conclude(found), sep="\\n")
-        Loading: no difference beyond noise.
-        First batch: no difference beyond noise.
+        >>> print(conclude(LoaderComparison(batch_size=1, ours=same, theirs=same)))
+        No difference beyond the noise: most of the time is spent in the dataset, whose code is \
+the same for both.
     """
-    ours, theirs = _first_batches(found.ours), _first_batches(found.theirs)
-    rate = compare(found.rates(found.ours), found.rates(found.theirs))
-    sentences = [
-        f"Loading: {_winner(rate, 'faster')}",
-        f"First batch: {_winner(compare(theirs, ours), 'sooner')}",
-    ]
-    if found.cold_s is not None and found.cold_s > 2 * theirs[0]:
-        sentences.append(
-            "The first loader of a program starts more slowly than PyTorch's, because Penstock "
-            "starts a clean process once. All later workers are forked from it."
-        )
-    return sentences
-
-
-def _winner(ratio: Summary, better: str) -> str:
-    """Return the conclusion for ``ratio``. A ratio above 1 is in favor of Penstock."""
+    ratio = compare(found.rates(found.ours), found.rates(found.theirs))
     if ratio.low <= 1 <= ratio.high or abs(ratio.median - 1) < NOISE:
-        return "no difference beyond noise."
+        if found.step_s:
+            ideal = found.batch_size / found.step_s
+            return (
+                f"No difference beyond the noise: the step is the limit ({ideal:,.0f} images/s at "
+                "most), and the batches are ready in time. Faster loading would not help."
+            )
+        return (
+            "No difference beyond the noise: most of the time is spent in the dataset, whose code "
+            "is the same for both."
+        )
     if ratio.median > 1:
-        return f"Penstock is {ratio.median:.2f} times {better}."
-    return f"PyTorch is {1 / ratio.median:.2f} times {better} here."
-
-
-def _first_batches(timings: Timings) -> list[float]:
-    return [timing.first_batch_s for timing in timings]
+        return f"Penstock is {ratio.median:.2f} times as fast."
+    return f"PyTorch is {1 / ratio.median:.2f} times as fast here."
 
 
 def _as_rate(rates: Sequence[float]) -> str:
@@ -121,5 +89,4 @@ def _as_rate(rates: Sequence[float]) -> str:
 
 
 def _as_seconds(seconds: Sequence[float]) -> str:
-    summary = Summary.of(seconds)
-    return f"{summary.median:.2f} s ({summary.low:.2f} to {summary.high:.2f})"
+    return f"{statistics.median(seconds):.2f} s"

@@ -78,7 +78,7 @@ def take_turns(
 
 
 def time_loader(
-    make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s: float
+    make: Callable[[], Iterable[Any]], *, warm_up_s: float, window_s: float, step_s: float = 0.0
 ) -> LoaderTiming:
     """Measure the time to the first batch of a new loader, and its rate after a warm-up.
 
@@ -87,22 +87,24 @@ def time_loader(
         warm_up_s: How long to run after the first batch before measuring the rate. Batches that the
             workers have already loaded by then would inflate it.
         window_s: How long to measure. If an epoch ends in this time, the next one starts.
+        step_s: How long to pause after each batch, as a training step on a GPU does.
     """
     start_s = time.perf_counter()
     batches = _endless(make())
     next(batches)
     first_batch_s = time.perf_counter() - start_s
-    _run_for(batches, warm_up_s)
-    num_batches, elapsed_s = _run_for(batches, window_s)
+    _run_for(batches, warm_up_s, step_s)
+    num_batches, elapsed_s = _run_for(batches, window_s, step_s)
     return LoaderTiming(first_batch_s=first_batch_s, batches_per_s=num_batches / elapsed_s)
 
 
-def _run_for(batches: Iterator[Any], limit_s: float) -> tuple[int, float]:
+def _run_for(batches: Iterator[Any], limit_s: float, step_s: float) -> tuple[int, float]:
     """Take batches for about ``limit_s``. Returns the number of batches and the elapsed time."""
     num_batches = 0
     now = start_s = time.perf_counter()
     while now - start_s < limit_s:
         next(batches)
+        time.sleep(step_s)
         num_batches += 1
         now = time.perf_counter()
     return num_batches, now - start_s

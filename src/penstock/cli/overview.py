@@ -23,7 +23,7 @@ from penstock.planning.safety import tabulate_safe_workers
 NAMES = {"linux": "Linux", "win32": "Windows", "darwin": "macOS"}
 NEXT_STEPS = (
     ("penstock doctor", "problems on this machine, with fixes"),
-    ("penstock demo", "a small training run and a comparison with PyTorch's loader"),
+    ("penstock demo", "what Penstock does, beside PyTorch's loader, in a minute"),
     ("penstock --help", "all commands"),
 )
 

@@ -6,25 +6,36 @@ import argparse
 import contextlib
 import importlib
 import os
-import runpy
+import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
-from penstock.cli.script_object import find_script_object
-from penstock.errors import BadTarget
+from penstock.cli.script_loading import load_dataset
+from penstock.cli.user_code import last_line, place_of
+from penstock.errors import BadTarget, PenstockError
 from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
+    from penstock.sources.image_folder import ImageFolder
     from penstock.sources.packed import Packed
+
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "dev", "eval"}
+"""Names of folders that usually hold a split of the data, not a class."""
+_NUM_SHOWN = 8
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
-    parser.add_argument("source", metavar="SRC", help="A folder of images, or SCRIPT.py:DATASET.")
-    parser.add_argument("target", metavar="DST", help="A new folder.")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="A folder of images, SCRIPT.py:DATASET, or a packed set to copy.",
+    )
+    parser.add_argument("target", metavar="DST", help="A new folder, or s3://BUCKET/SET.")
+    parser.add_script_arguments()
     add_loader_options(
         parser,
         *("num_workers", "on_error"),
@@ -52,7 +63,11 @@ def execute(options: argparse.Namespace) -> None:
     """Pack the dataset and print a summary."""
     from penstock.packing import pack
 
-    dataset = _find_dataset(options.source)
+    if "://" in options.source or os.path.exists(os.path.join(options.source, "manifest.json")):
+        _copy(options.source, options.target)
+        return
+    command = shlex.join(["penstock", *sys.argv[1:]])  # before a script replaces sys.argv
+    dataset = _find_dataset(options.source, options.arguments)
     fields = _image_fields(dataset, options)
     keywords: dict[str, Any] = {}
     if options.on == "ray":
@@ -70,10 +85,31 @@ def execute(options: argparse.Namespace) -> None:
                 **keywords,
             )
     except KeyboardInterrupt:
-        again = " ".join(["penstock", *sys.argv[1:]])
-        print(f"Interrupted. Run the same command to continue: {again}", file=sys.stderr)
+        print(f"Interrupted. Run the same command to continue: {command}", file=sys.stderr)
         raise
+    except PenstockError:
+        raise
+    except Exception as error:
+        index = getattr(error, "sample_index", None)
+        if index is None:
+            raise
+        raise BadTarget(
+            f"sample {index} cannot be loaded: {last_line(error)}",
+            where=place_of(error),
+            remedy=f"{command} --on-error skip  # leaves such samples out, and lists them",
+        ) from None
     _print(packed, options.target)
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a packed set, with progress."""
+    from penstock.packing import bar
+    from penstock.sources.remote.set_copy import copy_set
+
+    with bar("copying", 100, None) as tell:
+        manifest = copy_set(source, target, tell)
+    print(f"{manifest.num_samples} samples copied and verified.")
+    print(f"Open it with penstock.Packed({target!r}).")
 
 
 @contextlib.contextmanager
@@ -90,21 +126,16 @@ def _as_note(message: Any, *_: Any, **__: Any) -> str:
     return f"Note: {message}\n"
 
 
-def _find_dataset(source: str) -> Any:
+def _find_dataset(source: str, arguments: Sequence[str]) -> Any:
     if os.path.isdir(source):
         from penstock.sources.image_folder import ImageFolder
 
-        return ImageFolder(source)
+        folder = ImageFolder(source)
+        _print_classes(folder)
+        return folder
     file, _, name = source.rpartition(":")
     if file.endswith(".py") or source.endswith(".py"):  # a script without a name raises below
-        find_script_object(source, "pack")
-        sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
-        found = runpy.run_path(file, run_name="__penstock__").get(name)
-        if found is None:
-            raise BadTarget(
-                f"{file} ran but did not define {name!r}",
-                remedy="use the name of a dataset in the script",
-            )
+        found = load_dataset(source, "pack", arguments)
     elif name and file:
         found = _import(file, name, source)
     else:
@@ -116,6 +147,27 @@ def _find_dataset(source: str) -> Any:
     if is_maker or isinstance(found, type):
         found = found()
     return found if hasattr(type(found), "__getitem__") else probe(found, "dataset", found)
+
+
+def _print_classes(folder: ImageFolder) -> None:
+    """Print the classes of a folder of images. Warn if they look like splits."""
+    names = folder.classes
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    print(
+        f"{len(folder)} images in {len(names)} class{'es' if len(names) != 1 else ''}: "
+        f"{', '.join(names[:_NUM_SHOWN])}{more}"
+    )
+    found = {os.path.dirname(path) for path, _ in folder.samples}
+    inner = sorted(os.path.relpath(path, folder.root) for path in found)
+    if not all(os.sep in path for path in inner) and not SPLITS.issuperset(names):
+        return
+    print(
+        f"Note: the images lie one level deeper, as in {os.path.join(folder.root, inner[0])}. The "
+        f"classes are the folders in {folder.root}: {', '.join(names[:_NUM_SHOWN])}{more}. To pack "
+        f"one of them with its own folders as classes: penstock pack "
+        f"{shlex.quote(os.path.join(folder.root, names[0]))} DST",
+        file=sys.stderr,
+    )
 
 
 def _import(module: str, name: str, source: str) -> Any:

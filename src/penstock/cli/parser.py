@@ -8,6 +8,7 @@ no command, and no command imports the others.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import importlib
 import re
@@ -24,35 +25,47 @@ if TYPE_CHECKING:
 COMMANDS = {
     "demo": (
         "penstock.cli.demo",
-        "Train a small model, compare the loader with PyTorch's, and show the timeline.",
+        "Show what Penstock does beside PyTorch's loader: same bits, faults, speed, the timeline.",
+        "penstock demo",
     ),
     "doctor": (
         "penstock.cli.doctor.command",
         "Describe this machine and the plan for it, and list problems with fixes.",
+        "penstock doctor train.py:dataset -- --data photos/",
     ),
     "verify": (
         "penstock.cli.verify",
         "Check that a loader gives the same bits for any number of workers. Without a target, "
         "check that training on this machine is reproducible.",
+        "penstock verify train.py:make_loader",
     ),
     "pack": (
         "penstock.cli.pack",
         "Write a dataset to a folder that can be read at memory speed. Interrupted runs resume.",
+        "penstock pack photos/ packed/",
     ),
     "bench": (
         "penstock.cli.bench",
         "Measure how fast a dataset loads, by stage and by number of workers.",
+        "penstock bench train.py:dataset",
     ),
     "run": (
         "penstock.cli.run",
         "Run a training script, unchanged, with Penstock behind its DataLoaders.",
+        "penstock run --trace run.json train.py --epochs 3",
+    ),
+    "top": (
+        "penstock.cli.top",
+        "Show the loaders that run now: rates, waits, workers, and the bottleneck (Linux).",
+        "penstock top",
     ),
     "trace": (
         "penstock.cli.trace",
         "Show, convert and compare the traces of DataLoader(trace=...) and run --trace.",
+        "penstock trace show run.json",
     ),
 }
-"""The module and the summary of each command."""
+"""The module, the summary and an example of each command."""
 
 
 def make_parser() -> CommandParser:
@@ -68,8 +81,8 @@ def make_parser() -> CommandParser:
         help="Show the version.",
     )
     commands = parser.add_commands()
-    for name, (module, summary) in COMMANDS.items():
-        commands.add_parser(name, help=summary, description=summary, module=module)
+    for name, (module, summary, example) in COMMANDS.items():
+        commands.add_parser(name, help=summary, description=summary, example=example, module=module)
     return parser
 
 
@@ -79,14 +92,16 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         module: The module of a command. It is imported before the parser is first used, and its
             ``add_arguments`` is called with the parser.
+        example: A command line, for the help.
     """
 
-    def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
+    def __init__(self, *, module: str | None = None, example: str = "", **keywords: Any) -> None:
         super().__init__(
             allow_abbrev=False, add_help=False, formatter_class=_formatter_for(80), **keywords
         )
         self.color = False  # Python 3.14 would add its own colors
         self.unknown_option_hint = ""
+        self.example = example
         self._module = module
         self._has_script_arguments = False
         self._commands: Any = None
@@ -149,7 +164,11 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             is_option = unknown[0].startswith("-")
             kind = "No such option" if is_option else "Unexpected argument"
-            self.error(f"{kind}: {unknown[0]}{self.unknown_option_hint if is_option else ''}")
+            hint = self.unknown_option_hint
+            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
+            if near and not hint:
+                hint = f". Did you mean {near[0]}?"
+            self.error(f"{kind}: {unknown[0]}{hint if is_option else ''}")
         if self._has_script_arguments:
             options.arguments = [*options.arguments, *behind]
         return options, []
@@ -173,7 +192,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         self.format_usage()  # sets self.usage, which the help starts with
-        return super().format_help()
+        example = f"\nExample: {self.example}\n" if self.example else ""
+        return super().format_help() + example
 
     def print_help(self, file: Any = None) -> None:
         from rich.console import Console
@@ -182,7 +202,7 @@ class CommandParser(argparse.ArgumentParser):
         console = Console(file=file, highlight=False)
         self.formatter_class = _formatter_for(min(console.width, 100))
         text = Text(self.format_help().rstrip())
-        text.highlight_regex(r"(?m)^(Usage|Arguments|Options|Commands):", "bold")
+        text.highlight_regex(r"(?m)^(Usage|Arguments|Options|Commands|Example):", "bold")
         text.highlight_regex(r"(?m)(?<![\w-])--?[a-z][a-z-]*", "cyan")
         if self._commands is not None:
             names = "|".join(self._commands.choices)
@@ -246,7 +266,9 @@ def _reader(option: Option) -> Callable[[str], Any]:
         try:
             value = option.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} must be {option.metavar}") from None
+            words = {"auto|N": "auto, 0, 1, 2, ...", "N": "an integer"}
+            expected = words.get(option.metavar, option.metavar)
+            raise argparse.ArgumentTypeError(f"{text!r} must be {expected}") from None
         try:
             return option.check(option.flag, value)
         except BadArgument as error:
@@ -269,6 +291,19 @@ def number(
 
     read.__name__ = kind.__name__  # argparse shows this name if the text cannot be parsed
     return read
+
+
+def percent(text: str) -> float:
+    """Parse a share such as ``10%``.
+
+    Example:
+        >>> percent("12.5%")
+        0.125
+    """
+    found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+    if found is None or float(found[1]) > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a percentage such as 10%")
+    return float(found[1]) / 100
 
 
 def one_of(*words: str) -> Callable[[str], str]:

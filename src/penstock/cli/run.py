@@ -14,7 +14,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.cli.parser import CommandParser, add_loader_options, one_of
+from penstock.cli.parser import CommandParser, add_loader_options, one_of, percent
 from penstock.cli.run_seeds import hash_notes, restart_with_hash_seed, seed_early, seed_torch
 from penstock.errors import BadArgument, BadTrace, PenstockError
 from penstock.options import PatchOptions, options_of
@@ -22,7 +22,10 @@ from penstock.options import PatchOptions, options_of
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
     from penstock.integrations.patched_loader import PatchReport
+    from penstock.trace.timeline import Timeline
 
+WAITED = 3
+"""Exit status of a script that succeeded but waited for batches longer than allowed."""
 NESTED = "PENSTOCK_RUN"
 """Environment variable set during a run, so that nested programs report only their changes."""
 _OPTIONS = [option.name for option in options_of(PatchOptions).values() if option.flag]
@@ -30,7 +33,7 @@ _OPTIONS = [option.name for option in options_of(PatchOptions).values() if optio
 
 def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
-    parser.epilog = "Exit status: that of the script."
+    parser.epilog = f"Exit status: that of the script, or {WAITED} after --max-wait."
     parser.unknown_option_hint = ". Options of the script go after its name"
     parser.add_argument(
         "script",
@@ -48,6 +51,13 @@ def add_arguments(parser: CommandParser) -> None:
         one_of("auto", "on", "off"),
         "Bypass the GPU's convolution library: only where it is broken (auto), or always (on).",
     )
+    parser.add_value(
+        "--max-wait",
+        "N%",
+        percent,
+        f"Exit with status {WAITED} if the loop waits for batches for more than this share of its "
+        "time, beyond the noise.",
+    )
 
 
 def execute(options: argparse.Namespace) -> NoReturn:
@@ -63,19 +73,27 @@ def execute(options: argparse.Namespace) -> NoReturn:
     trace = None
     if options.trace is not None:
         trace = os.path.abspath(options.trace.file)
+    if trace is not None or options.max_wait is not None:
         patch_options["trace"] = True  # all loaders are written to one file at the end
     if options.conv is not None:
         os.environ["PENSTOCK_CONV"] = options.conv  # also for programs that the script starts
     run = _PatchedRun()
     script_runner.when_imported(
         "torch",
-        lambda: run.patch_torch(patch_options, conv=options.conv, trace=trace),
+        lambda: run.patch_torch(
+            patch_options, conv=options.conv, trace=trace, max_wait=options.max_wait
+        ),
         needs=script_runner.PACKAGES_WITH_TORCH,
     )
     script, *arguments = options.script[options.script[0] == "--" :]
-    if options.is_module:
-        script_runner.run_module(script, arguments)
-    script_runner.run_file(script, arguments)
+    try:
+        if options.is_module:
+            script_runner.run_module(script, arguments)
+        script_runner.run_file(script, arguments)
+    except SystemExit as end:
+        if end.code in (None, 0) and run.has_waited():
+            sys.exit(WAITED)
+        raise
 
 
 def _writable(file: str) -> str:
@@ -102,7 +120,12 @@ class _PatchedRun:
         self._trace: _RunTrace | None = None
 
     def patch_torch(
-        self, patch_options: dict[str, Any], *, conv: str | None, trace: str | None
+        self,
+        patch_options: dict[str, Any],
+        *,
+        conv: str | None,
+        trace: str | None,
+        max_wait: float | None = None,
     ) -> None:
         """Patch and seed torch. Called right after torch is imported.
 
@@ -111,6 +134,7 @@ class _PatchedRun:
             conv: Mode of :func:`penstock.conv.bypass_convolutions`. If None, ``PENSTOCK_CONV``
                 applies.
             trace: File for the timeline of all loaders.
+            max_wait: Largest share of the time that the script may wait for batches.
         """
         from penstock.integrations.patch import patch
 
@@ -119,8 +143,8 @@ class _PatchedRun:
 
             self._bypass = bypass_convolutions(conv)  # type: ignore[arg-type]
         try:
-            if trace is not None:
-                self._trace = _RunTrace(trace)
+            if trace is not None or max_wait is not None:
+                self._trace = _RunTrace(trace, max_wait)
             self._report = patch(**patch_options)
         except PenstockError as error:
             print(f"penstock: the script runs without Penstock. {error}", file=sys.stderr)
@@ -158,6 +182,11 @@ class _PatchedRun:
             )
         return lines
 
+    def has_waited(self) -> bool:
+        """Return True if the script waited for batches longer than allowed. Called at its end."""
+        is_own = self._trace is not None and os.getpid() == self._owner
+        return is_own and self._trace.check_wait()  # type: ignore[union-attr]
+
     def print(self) -> None:
         """Print the report to stderr. Called at exit."""
         from penstock.integrations.fastai import explain_unreached
@@ -168,7 +197,10 @@ class _PatchedRun:
         if self._is_nested and not report.num_loaders and self._bypass is None:
             return
         if not report.num_loaders:
-            lines = [f"no DataLoader was iterated, so nothing was changed{self._seeded}"]
+            what = "no DataLoader was iterated"
+            if self._trace is not None and self._trace.has_loaders:
+                what = "the script uses Penstock's DataLoader itself"
+            lines = [f"{what}, so nothing was changed{self._seeded}"]
             lines += [f"note: {line}" for line in explain_unreached()]
             lines += [] if self._trace is None else self._trace.write()
         else:
@@ -193,27 +225,64 @@ class _PatchedRun:
 
 
 class _RunTrace:
-    """The timeline of all loaders of the run."""
+    """The timeline of all loaders of the run.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: File to write, or None.
+        max_wait: Largest allowed share of waiting, or None.
+    """
+
+    def __init__(self, path: str | None, max_wait: float | None) -> None:
         from penstock.trace.recorder import keep_recorders
 
-        rank = os.environ.get("RANK")
-        stem, dot, rest = os.path.basename(path).partition(".")
-        name = stem if rank is None else f"{stem}-rank{rank}"
-        self._path = os.path.abspath(os.path.join(os.path.dirname(path), name + dot + rest))
+        self._path = None if path is None else _path_of_rank(path)
+        self._max_wait = max_wait
         self._recorders = keep_recorders()
+        self._lines: list[str] = []
 
-    def write(self) -> list[str]:
-        """Write the trace if anything was loaded. Returns the lines for the report."""
-        if not self._recorders:
-            return []
+    @property
+    def has_loaders(self) -> bool:
+        return bool(self._recorders)
+
+    def _timeline(self) -> Timeline:
         from penstock.trace.recorder import merge_records
         from penstock.trace.timeline import Timeline
 
-        timeline = Timeline(merge_records([one.records() for one in self._recorders]))
+        return Timeline(merge_records([one.records() for one in self._recorders]))
+
+    def check_wait(self) -> bool:
+        """Return True if the loop waited longer than allowed, beyond the noise."""
+        if self._max_wait is None:
+            return False
+        from penstock.trace.regression import MIN_BATCHES, measure_wait
+
+        timeline = self._timeline()
+        wait = measure_wait(timeline.model)
+        if wait is None:
+            self._lines = [f"--max-wait was not checked: fewer than {MIN_BATCHES} batches"]
+            return False
+        text = f"waited for batches {wait.value:.1%} of the time (noise: {wait.noise:.1%})"
+        is_above = wait.value - wait.noise > self._max_wait
+        word = "above" if is_above else "within"
+        self._lines = [f"{text}, {word} --max-wait {self._max_wait:.1%}"]
+        if is_above and self._path is None:
+            self._lines += str(timeline.verdict).splitlines()
+        return is_above
+
+    def write(self) -> list[str]:
+        """Write the trace if anything was loaded. Returns the lines for the report."""
+        if not self._recorders or self._path is None:
+            return self._lines
+        timeline = self._timeline()
         try:
             timeline.save(self._path)
         except BadTrace as error:
-            return str(error).splitlines()
-        return [f"trace: {self._path}", *str(timeline.verdict).splitlines()]
+            return [*self._lines, *str(error).splitlines()]
+        return [*self._lines, f"trace: {self._path}", *str(timeline.verdict).splitlines()]
+
+
+def _path_of_rank(path: str) -> str:
+    rank = os.environ.get("RANK")
+    stem, dot, rest = os.path.basename(path).partition(".")
+    name = stem if rank is None else f"{stem}-rank{rank}"
+    return os.path.abspath(os.path.join(os.path.dirname(path), name + dot + rest))

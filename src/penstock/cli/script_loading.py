@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from penstock.cli.script_object import ScriptObject, bound_names
+from penstock.cli.script_object import ScriptObject, bound_names, find_script_object
 from penstock.cli.user_code import describe_error, place_of
+from penstock.errors import BadTarget
 
 _PLAIN = (str, bytes, int, float, complex, types.ModuleType)
 
@@ -98,6 +99,7 @@ def _compile(statement: ast.stmt, target: ScriptObject) -> types.CodeType:
 
 def _execute(statement: ast.stmt, namespace: dict[str, Any], target: ScriptObject) -> None:
     line = f"{target.script}:{statement.lineno}"
+    output = " packed/" if target.command == "pack" else ""
     try:
         exec(_compile(statement, target), namespace)
     except SystemExit as ended:
@@ -105,7 +107,7 @@ def _execute(statement: ast.stmt, namespace: dict[str, Any], target: ScriptObjec
             "script",
             f"the script ended with exit code {ended.code} before it defined {target.name!r}",
             where=line,
-            cure=f"penstock {target.command} {target} -- ARGUMENTS OF THE SCRIPT",
+            cure=f"penstock {target.command} {target}{output} -- ARGUMENTS OF THE SCRIPT",
         ) from ended
     except Exception as error:
         place = place_of(error)
@@ -187,6 +189,19 @@ def make_dataset(value: Any, target: ScriptObject) -> Any:
             "making", f"{target.name}() returned a {type(made).__name__}, not a dataset"
         )
     return made
+
+
+def load_dataset(text: str, command: str, arguments: Sequence[str] = ()) -> Any:
+    """Return the dataset or loader that ``SCRIPT:NAME`` names, in this process.
+
+    Raises:
+        BadTarget: The script or the name does not exist, or the script failed.
+    """
+    target = find_script_object(text, command)
+    try:
+        return make_dataset(load_object(target, arguments), target)
+    except ScriptFailed as error:
+        raise BadTarget(error.what, where=error.where, remedy=error.cure or None) from None
 
 
 def _required(maker: Any) -> list[str]:

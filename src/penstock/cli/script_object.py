@@ -43,19 +43,25 @@ def find_script_object(text: str, command: str = "doctor") -> ScriptObject:
     Example:
         >>> find_script_object("train.py")
         Traceback (most recent call last):
-        penstock.errors.BadTarget: BadTarget [D01]: 'train.py' is not SCRIPT:NAME
+        penstock.errors.BadTarget: [D01] train.py cannot be read: No such file or directory
           Try: penstock doctor train.py:dataset
     """
     script_text, colon, name = text.rpartition(":")
     if not colon or (len(script_text) == 1 and name[:1] in ("\\", "/")):  # C:\train.py
         script_text, name = text, ""
     script = Path(script_text)
-    if not script_text or (not name and not script.exists()):
-        raise BadTarget(f"{text!r} is not SCRIPT:NAME", remedy=_USAGES[command])
+    if not script_text or not (name or script.exists() or script.suffix == ".py"):
+        raise BadTarget(
+            f"{text!r} is neither a script nor a script and a name in it",
+            remedy=_USAGES[command],
+        )
     tree = _parse(script, command)
     target = ScriptObject(script=script, name=name, tree=tree, command=command)
     if not name.isidentifier():
-        what = f"{name!r} is not a valid name" if name else f"{text!r} has no name after the script"
+        wanted = "loader" if command == "verify" else "dataset or loader"
+        what = f"{script} is a script. Add a colon and the name of the {wanted} in it"
+        if name:
+            what = f"{name!r} is not a valid name"
         raise BadTarget(what, remedy=_suggest(target))
     if name not in bound_names(tree) and not _binds_unseen_names(tree):
         raise BadTarget(

@@ -70,6 +70,20 @@ def describe_error(error: BaseException) -> str:
     return f"{kind}: {text}" if text else kind
 
 
+def last_line(error: BaseException) -> str:
+    """Return the class and the last line of an error. Errors of workers end with the original one.
+
+    Example:
+        >>> last_line(ValueError("Caught ValueError in worker 0.\\nValueError: truncated"))
+        'ValueError: truncated'
+        >>> last_line(OSError("no such disk"))
+        'OSError: no such disk'
+    """
+    line = (str(error).strip().splitlines() or [""])[-1]
+    kind = type(error).__name__
+    return line if kind in line.partition(":")[0] else f"{kind}: {line}"
+
+
 def place_in_stack(dump: str) -> str | None:
     """Return the innermost user line in a dump written by ``faulthandler``.
 

@@ -12,6 +12,7 @@ import argparse
 import functools
 import json
 import sys
+from textwrap import indent
 from typing import Any
 
 from penstock.cli.child_check import CheckResults, run_check
@@ -80,11 +81,11 @@ def execute(options: argparse.Namespace) -> int:
         }
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
     else:
-        _print(verdict, failure)
+        _print(verdict, failure, results["printed"])
     return SAME if verdict is not None and verdict.is_same and not failure else DIFFERENT
 
 
-def _print(verdict: Verdict | None, failure: dict[str, Any] | None) -> None:
+def _print(verdict: Verdict | None, failure: dict[str, Any] | None, printed: str) -> None:
     escape_unprintable()
     if verdict is not None:
         sys.stdout.write(f"{verdict}\n")
@@ -92,6 +93,8 @@ def _print(verdict: Verdict | None, failure: dict[str, Any] | None) -> None:
         where = f"\n  In: {failure['where']}" if failure["where"] else ""
         cure = f"\n  Try: {failure['cure']}" if failure["cure"] else ""
         sys.stdout.write(f"Not verified: {failure['what']}{where}{cure}\n")
+        if printed.strip():
+            sys.stdout.write(f"The script printed:\n{indent(printed.strip(), '    ')}\n")
 
 
 # -- in the child ----------------------------------------------------------------------------------

@@ -248,9 +248,9 @@ class _CountedFaults(Faults):
         self._report.num_bad += len(found)
         super().record(found)
 
-    def count_restart(self) -> None:
+    def count_restart(self, *, is_hang: bool) -> None:
         self._report.num_restarts += 1
-        super().count_restart()
+        super().count_restart(is_hang=is_hang)
 
 
 def _warn(line: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from textwrap import indent
 from typing import Any
 
 from penstock.errors import BadArgument
@@ -22,7 +23,7 @@ from penstock.verify.differences import (
     first_sample,
 )
 from penstock.verify.factory import Factory, factory_of, is_not_taken, taken_by
-from penstock.verify.fresh_process import NotPicklable, run_in_new_process
+from penstock.verify.fresh_process import NewProcessFailed, NotPicklable, run_in_new_process
 from penstock.verify.hashed_run import CannotDelay, Extent, HashedRun, capture_batch, run_and_hash
 from penstock.verify.settings import Setting, list_settings, reason_not_to_spawn
 from penstock.verify.verdict import Cause, Difference, Row, Verdict, describe_error
@@ -105,6 +106,7 @@ class _Comparison:
     ) -> None:
         self._factory, self._takes, self._extent, self._tell = factory, takes, extent, tell
         self._reference, *self._others = settings
+        self._notes: list[str] = []
         with preserved_generators():
             self._loader = factory(**self._reference.arguments)  # for inspection only
 
@@ -129,8 +131,9 @@ class _Comparison:
         if first is not None:
             self._tell("the cause")
             difference = self._explain(expected, *first)
-        notes = () if self._takes("num_workers") else (_NO_WORKERS,)
-        return Verdict(rows=tuple(rows), difference=difference, notes=notes)
+        if not self._takes("num_workers"):
+            self._notes.append(_NO_WORKERS)
+        return Verdict(rows=tuple(rows), difference=difference, notes=tuple(self._notes))
 
     def _run(self, setting: Setting, seed: int = 0) -> HashedRun:
         extent = replace(self._extent, seed=seed)
@@ -146,6 +149,9 @@ class _Comparison:
                 return _row(setting, found, expected), found
             except (NotPicklable, CannotDelay) as error:
                 note = str(error)
+            except NewProcessFailed as error:
+                outcome, note = "failed", str(error)
+                self._notes.append(f"The new process printed:\n{indent(error.printed, '    ')}")
             except Exception as error:
                 outcome = "skipped" if is_not_taken(error) else "failed"
                 note = describe_error(error)

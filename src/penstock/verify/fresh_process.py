@@ -17,7 +17,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from penstock.errors import BadArgument
 from penstock.machine.child_process import ChildProcess, end_with_parent, python_command
 from penstock.verify.factory import Factory
 from penstock.verify.hashed_run import Extent, HashedRun, run_and_hash
@@ -31,6 +30,15 @@ class NotPicklable(Exception):
     """The factory cannot be sent to another process."""
 
 
+class NewProcessFailed(Exception):
+    """The new process ended before it was done. ``printed`` is the end of its stderr."""
+
+    def __init__(self, status: int, printed: str) -> None:
+        self.printed = printed.strip()
+        last = self.printed.splitlines()[-1:]
+        super().__init__(": ".join([f"the new process ended with status {status}", *last]))
+
+
 def run_in_new_process(
     factory: Factory, setting: Setting, extent: Extent, hash_seed: str = HASH_SEEDS[0]
 ) -> HashedRun:
@@ -38,11 +46,12 @@ def run_in_new_process(
 
     Raises:
         NotPicklable: The factory holds something that cannot be pickled.
+        NewProcessFailed: The loader raised, or the process died.
     """
     import cloudpickle
 
     try:
-        pickled = cloudpickle.dumps((factory, dict(setting.arguments), extent))
+        pickled = cloudpickle.dumps((factory, dict(setting.arguments), extent, sys.argv))
     except Exception as error:
         raise NotPicklable(
             f"the factory cannot be pickled: {str(error).splitlines()[0]}"
@@ -59,8 +68,7 @@ def run_in_new_process(
         if status is None:
             raise TimeoutError(f"the new process did not end within {_LIMIT_S:g} s")
         if not path.exists():
-            last = printed.strip().splitlines() or [""]
-            raise BadArgument(f"the new process ended with status {status}", where=last[-1])
+            raise NewProcessFailed(status, printed)
         found: HashedRun = pickle.loads(path.read_bytes())
         return found
 
@@ -68,7 +76,7 @@ def run_in_new_process(
 def main(path: str, parent: str) -> None:
     """Entry point of the child process."""
     end_with_parent(int(parent))
-    factory, arguments, extent = pickle.loads(sys.stdin.buffer.read())
+    factory, arguments, extent, sys.argv[:] = pickle.loads(sys.stdin.buffer.read())
     found = run_and_hash(factory, Setting(name="", arguments=arguments), extent)
     Path(path).write_bytes(pickle.dumps(found))
     sys.stdout.flush()

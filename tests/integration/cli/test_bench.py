@@ -42,6 +42,10 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
     assert found.ceiling > 2 * three.rate
     assert found.stages[0].sample_ms >= 1e3 * WAIT_S
     assert "waiting" in found.stages[0].note
+    assert three.predicted is not None
+    assert three.predicted < 3.1 * none.rate  # at most linear
+    assert found.timeline is not None
+    assert "num_workers" not in found.timeline.verdict.remedy  # only one recommendation
     assert told == ["one sample at a time", "0 workers", "3 workers", told[-1]]
 
 
@@ -57,6 +61,17 @@ def some_result() -> BenchResult:
 
 def test_the_fewest_workers_that_come_near_the_best_are_recommended() -> None:
     assert some_result().line == "DataLoader(..., batch_size=8, num_workers=2)"
+
+
+def test_what_is_within_the_noise_is_not_recommended_for_more_workers() -> None:
+    noisy = some_result()
+    for run in noisy.runs:
+        run.noise = 0.45
+    assert noisy.recommended.workers == 2  # 100 is less than 0.55 of 200
+    noisy.runs[0].rate = 120.0
+    assert noisy.recommended.workers == 0
+    assert "Rates vary by 45%" in noisy.warning
+    assert some_result().warning == ""
 
 
 def test_the_page_and_the_json_hold_it_all() -> None:

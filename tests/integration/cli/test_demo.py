@@ -1,7 +1,8 @@
-"""``penstock demo``, shortened: it trains, races, prints its findings, and writes a page."""
+"""``penstock demo``, shortened: faults, races, a training, and a page."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,24 +17,62 @@ from support.datasets import Numbers
 SHORT = """
 import sys
 from penstock.cli import demo, main
-demo.NUM_TURNS, demo.WARM_UP_S, demo.WINDOW_S = 1, 0.05, 0.1
+demo.NUM_TURNS, demo.WARM_UP_S, demo.WINDOW_S, demo.MAX_STEP_S = 1, 0.05, 0.1, 0.1
 main(["demo", "--seconds", "1", "--workers", "1", "--images", "32", "--page", sys.argv[1]])
 """
 
 
-def show(page: Path) -> str:
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    page = tmp_path_factory.mktemp("demo") / "demo.html"
     command = [sys.executable, "-c", SHORT, str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stdout, page
 
 
-def test_it_ends_with_the_verdict_and_a_page_for_the_browser(tmp_path: Path) -> None:
-    page = tmp_path / "demo.html"
-    printed = show(page)
-    assert "images per second" in printed
-    story, _, end = printed.partition("Timeline of the training")
-    assert "loss" in story
+def part_of(printed: str, step: int) -> str:
+    return printed.partition(f"\n{step}. ")[2].partition(f"\n{step + 1}. ")[0]
+
+
+def test_the_bits_are_the_same_and_those_of_pytorch_are_not(shown: tuple[str, Path]) -> None:
+    bits = part_of(shown[0], 1)
+    ours, theirs = (
+        next(line.split() for line in bits.splitlines() if line.split()[:1] == [name])
+        for name in ("Penstock", "PyTorch")
+    )
+    assert len(set(ours[1:4])) == 1
+    assert len(set(theirs[1:4])) > 1  # the control
+    assert ours[4:] == ["the", "same", "bits"]
+    assert theirs[4:] == ["different", "bits"]
+
+
+def test_a_killed_worker_and_a_broken_file_end_only_the_epoch_of_pytorch(
+    shown: tuple[str, Path],
+) -> None:
+    same = part_of(shown[0], 1).partition("Penstock")[2].split()[0]
+    killed, broken = part_of(shown[0], 2), part_of(shown[0], 3)
+    assert f"Penstock  160 of 160 images, checksum {same}" in killed
+    assert "PyTorch   stopped after" in killed
+    assert "RuntimeError: DataLoader worker" in killed
+    assert "Penstock  159 of 160 images" in broken
+    assert "80.z" in broken
+    assert "PyTorch   stopped after" in broken
+
+
+def test_it_ends_with_the_verdict_and_a_page_for_the_browser(shown: tuple[str, Path]) -> None:
+    printed, page = shown
+    assert printed.count("images/s, first batch after") == 4
+    end = part_of(printed, 5)
+    assert "loss" in end
     assert "batches" in end or "waits" in end, end
     assert end.rstrip().endswith(f"Open {page} in a browser to zoom into every batch")
     content = page.read_text(encoding="utf-8")

@@ -54,9 +54,58 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     assert packed[7]["n"] == 8
     assert packed[7]["square"] == 64.0
     assert result.stderr == ""  # no progress bar without a terminal
+    raised = run(tmp_path, "data.py:dataset", "other", "--workers", "2")
+    assert raised.returncode == 2
+    assert "sample 7 cannot be loaded: ValueError: torn" in raised.stderr
+    assert "--on-error skip" in raised.stderr
+    assert "Traceback" not in raised.stderr
     again = run(tmp_path, "data:dataset", "out", "--on-error", "skip")
     assert again.returncode == 2
-    assert "AlreadyThere [F05]" in again.stderr
+    assert "AlreadyThere: [F05] " in again.stderr
+
+
+TRAINS = """
+import argparse
+import numpy as np
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--size", type=int, required=True)
+
+if __name__ == "__main__":
+    size = parser.parse_args().size
+    dataset = [np.full(size, i, np.float32) for i in range(20)]
+    open("trained", "w").close()
+"""
+
+
+def test_the_script_gets_its_arguments_and_stops_at_the_dataset(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    result = run(tmp_path, "train.py:dataset", "out", "--workers", "0", "--", "--size", "3")
+    assert result.returncode == 0, result.stderr
+    assert Packed(tmp_path / "out")[7].tolist() == [7.0, 7.0, 7.0]
+    assert not (tmp_path / "trained").exists()
+    without = run(tmp_path, "train.py:dataset", "other")
+    assert without.returncode == 2
+    assert "penstock pack train.py:dataset packed/ -- ARGUMENTS OF THE SCRIPT" in without.stderr
+
+
+def make_images(root: Path, *folders: str) -> None:
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        (root / folder / "1.ppm").write_bytes(b"P6 2 1 255 " + bytes(6))
+
+
+def test_the_classes_are_printed_and_splits_are_noticed(tmp_path: Path) -> None:
+    make_images(tmp_path, "flat/cat", "flat/dog", "split/train/cat", "split/val/cat")
+    flat = command_line.invoke("pack", str(tmp_path / "flat"), str(tmp_path / "a"))
+    assert flat.exit_code == 0, flat.output
+    assert "2 images in 2 classes: cat, dog" in flat.output
+    assert "one level deeper" not in flat.output
+    split = command_line.invoke("pack", str(tmp_path / "split"), str(tmp_path / "b"))
+    assert split.exit_code == 0, split.output
+    assert "2 images in 2 classes: train, val" in split.output
+    assert f"the images lie one level deeper, as in {tmp_path}" in split.output
+    assert f"penstock pack {tmp_path / 'split' / 'train'} DST" in split.output
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_open_hands_a_page_to_the_browser(
 def test_what_is_no_trace_is_an_error_of_two_lines(arguments: tuple[str, ...]) -> None:
     done = penstock(*arguments)
     assert done.exit_code == 2
-    assert "BadTrace [L01]" in done.output
+    assert "BadTrace: [L01] " in done.output
 
 
 TRAIN = """
@@ -167,5 +167,75 @@ def test_run_refuses_a_trace_that_cannot_be_written_before_the_script_runs(tmp_p
         timeout=240,
     )
     assert done.returncode == 2
-    assert "BadArgument" in done.stderr
+    assert "must end in one of .json, .json.gz, .html" in done.stderr
     assert "ran" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("order", "limit", "exit_code"),
+    [("slower", "5%", 1), ("slower", "90%", 0), ("faster", "5%", 0), ("same", "0%", 0)],
+)
+def test_a_run_that_is_slower_than_allowed_fails(
+    files: tuple[str, str], order: str, limit: str, exit_code: int
+) -> None:
+    slow, quick = files
+    pairs = {"slower": (quick, slow), "faster": (slow, quick), "same": (slow, slow)}
+    done = penstock("compare", *pairs[order], "--fail-if", f"slower:{limit}")
+    assert done.exit_code == exit_code
+    assert ("failed." in done.output) is bool(exit_code)
+    assert "noise" in done.output
+    plain = penstock("compare", *pairs[order], "--fail-if", f"slower:{limit}", "--json")
+    assert plain.exit_code == exit_code
+    assert json.loads(plain.output)["is_slower"] is bool(exit_code)
+
+
+@pytest.mark.parametrize("text", ["slower", "slower:5", "faster:5%", "slower:-5%", "slower:500%"])
+def test_a_limit_that_is_none_is_refused(files: tuple[str, str], text: str) -> None:
+    done = penstock("compare", *files, "--fail-if", text)
+    assert done.exit_code == 2
+    assert "must be" in done.output
+
+
+def test_a_run_too_short_for_the_noise_is_refused(files: tuple[str, str], tmp_path: Path) -> None:
+    short = tmp_path / "short.json"
+    Timeline(synthetic_traces.make_records(num_batches=12)).save(short)
+    done = penstock("compare", files[0], str(short), "--fail-if", "slower:5%")
+    assert done.exit_code == 2
+    assert "60 and 12" in done.output
+    assert penstock("compare", files[0], str(short)).exit_code == 0
+
+
+WAITS = """
+import sys, time
+from torch.utils.data import DataLoader
+class Slow:
+    def __len__(self):
+        return 60
+    def __getitem__(self, index):
+        time.sleep(float(sys.argv[1]))
+        return index
+for batch in DataLoader(Slow(), batch_size=2):
+    time.sleep(float(sys.argv[2]))
+sys.exit(int(sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("load_s", "step_s", "status", "expected"),
+    [("0.01", "0", 0, 3), ("0", "0.05", 0, 0), ("0.01", "0", 7, 7)],
+)
+def test_a_script_that_waits_longer_than_allowed_fails(
+    tmp_path: Path, load_s: str, step_s: str, status: int, expected: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    command = [sys.executable, "-m", "penstock", "run", "--max-wait", "50%", str(script)]
+    command += [load_s, step_s, str(status)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == expected, done.stderr
+    assert ("above --max-wait 50.0%" in done.stderr) is (expected == 3)
+    if expected == 0:
+        assert "within --max-wait 50.0%" in done.stderr
+    if expected == 3:
+        assert 'num_workers="auto"' in done.stderr  # the remedy

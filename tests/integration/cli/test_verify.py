@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +43,16 @@ def raises(num_workers=0):
     raise KeyError("no such folder")
 def needs(folder):
     return folder
+def parsed(num_workers=0):
+    import sys
+    print("to stderr", sys.argv[1:], file=sys.stderr)
+    assert sys.argv[1:] == ["--size", "3"], sys.argv
+    return make_loader(num_workers)
 if __name__ == "__main__":
     for batch in make_loader():
         open("training_ran", "w").close()
 """
+TINY = ["train.py:parsed", "--workers", "0", "--epochs", "1"]
 CASES: dict[str, list[str]] = {
     "ours": ["train.py:make_loader", "--json", "--workers", "0,2", "--epochs", "1"],
     "torch's": ["train.py:make_torch", "--workers", "0,2"],
@@ -58,6 +65,8 @@ CASES: dict[str, list[str]] = {
     "no such name": ["train.py:make_loder"],
     "no such script": ["no.py:make_loader"],
     "bad workers": ["train.py:make_loader", "--workers", "two"],
+    "its arguments": [*TINY, "--", "--size", "3"],
+    "other arguments": [*TINY, "--", "--size", "4"],
     "the machine": ["--json"],
 }
 
@@ -125,12 +134,22 @@ def test_a_factory_that_raises_is_told_with_its_line(found: dict[str, Any]) -> N
     assert "in raises" in ended.stdout
 
 
+def test_all_processes_get_the_arguments_of_the_script(found: dict[str, Any]) -> None:
+    ended = scripts.told(found["its arguments"])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"0 workers, new process +same", ended.stdout)
+    other = scripts.told(found["other arguments"])  # control, and its stderr is shown
+    assert other.returncode == 1
+    assert "The script printed:" in other.stdout
+    assert "to stderr ['--size', '4']" in other.stdout
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
         ("a dataset", "dataset is a dataset"),
         ("a maker of datasets", "the result of make_dataset() is a dataset"),
-        ("needs", "needs folder"),
+        ("needs", "requires folder"),
         ("no such name", "penstock verify train.py:make_loader"),
         ("no such script", "cannot be read"),
         ("bad workers", "not a list of numbers"),

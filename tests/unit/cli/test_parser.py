@@ -16,7 +16,8 @@ def read(line: str) -> dict[str, Any]:
     """Return the settings that differ from the defaults of ``penstock run``."""
     options = vars(make_parser().parse_args(["run", *line.split()]))
     defaults = {name: option.default for name, option in options_of(PatchOptions).items()}
-    defaults |= {"command": "run", "is_module": False, "conv": None, "execute": options["execute"]}
+    defaults |= {"command": "run", "is_module": False, "execute": options["execute"]}
+    defaults |= {"conv": None, "max_wait": None}
     return {name: value for name, value in options.items() if value != defaults.get(name, ())}
 
 
@@ -57,6 +58,7 @@ def read(line: str) -> dict[str, Any]:
             "--max-restarts 3 --sample-timeout-s 2.5 --conv off train.py",
             {"max_restarts": 3, "sample_timeout_s": 2.5, "conv": "off", "script": ["train.py"]},
         ),
+        ("--max-wait 12.5% train.py", {"max_wait": 0.125, "script": ["train.py"]}),
         ("-m package.train", {"is_module": True, "script": ["package.train"]}),
         (
             "--seed 3 -m package.train --seed 4 -- -x",
@@ -81,14 +83,16 @@ def test_two_dashes_before_the_script_are_nobody_s() -> None:
     [
         ("", "Missing argument: SCRIPT"),
         ("--seed 7", "Missing argument: SCRIPT"),
-        ("--seed x train.py", "--seed: 'x' must be N"),
+        ("--max-wait 10 train.py", "--max-wait: '10' must be a percentage such as 10%"),
+        ("--max-wait 101% train.py", "--max-wait: '101%' must be a percentage such as 10%"),
+        ("--seed x train.py", "--seed: 'x' must be an integer"),
         ("--seed", "--seed: expected one argument"),
-        ("--seed= train.py", "--seed: '' must be N"),
-        ("--seed 1e3 train.py", "--seed: '1e3' must be N"),
+        ("--seed= train.py", "--seed: '' must be an integer"),
+        ("--seed 1e3 train.py", "--seed: '1e3' must be an integer"),
         ("--sed 7 train.py", "No such option: --sed"),
-        ("--see 7 train.py", "No such option: --see"),
-        ("--workers two train.py", "--workers: 'two' must be auto|N"),
-        ("--workers -1 train.py", "--workers: '-1' must be auto|N"),
+        ("--see 7 train.py", "No such option: --see. Options of the script go after its name"),
+        ("--workers two train.py", "--workers: 'two' must be auto, 0, 1, 2, ..."),
+        ("--workers -1 train.py", "--workers: '-1' must be auto, 0, 1, 2, ..."),
         ("--persistent-workers=1 train.py", "--persistent-workers: ignored"),
         ("--conv maybe train.py", "'maybe' must be one of auto, on, off"),
         ("-x train.py", "No such option: -x"),
@@ -109,6 +113,12 @@ def test_what_cannot_be_read_is_a_usage_error(
     assert said in capsys.readouterr().err
 
 
+def test_a_misspelt_option_is_told_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["doctor", "--watc"])
+    assert "No such option: --watc. Did you mean --watch?" in capsys.readouterr().err
+
+
 def test_the_script_s_arguments_stand_behind_two_dashes_elsewhere() -> None:
     parser = make_parser()
     for line in ("t.py:ds --json -- --x 1", "--json t.py:ds -- --x 1", "t.py:ds --x 1"):
@@ -124,11 +134,16 @@ def test_the_script_s_arguments_stand_behind_two_dashes_elsewhere() -> None:
 def test_every_command_has_a_page_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     names = [name for name, _ in make_parser().subcommands()]
     assert {name.split()[1] for name in names} == set(COMMANDS)
-    for name in names:
+    for name, parser in make_parser().subcommands():
         with pytest.raises(SystemExit) as ended:
             make_parser().parse_args([*name.split()[1:], "--help"])
         assert ended.value.code == 0
-        assert capsys.readouterr().out.startswith(f"Usage: {name} [OPTIONS]")
+        said = capsys.readouterr().out
+        assert said.startswith(f"Usage: {name} [OPTIONS]")
+        assert f"Example: {name}" in said
+        assert "<bool>" not in said
+        helps = {action.help for action in parser._actions}
+        assert [text for text in helps if not text or not text.endswith(".")] == []
 
 
 def test_no_option_of_the_loader_alone_has_a_flag() -> None:

@@ -60,12 +60,12 @@ def test_a_local_variable_is_told_where_it_lives(script: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x", "'x' is not SCRIPT:NAME"),
-        ("", "'' is not SCRIPT:NAME"),
-        ("x.py:", "is not SCRIPT:NAME"),
-        (":ds", "is not SCRIPT:NAME"),
+        ("x", "'x' is neither a script nor"),
+        ("", "'' is neither a script nor"),
+        ("x.py:", "x.py cannot be read: No such file"),
+        (":ds", "is neither a script nor"),
         ("missing.py:ds", "cannot be read"),
-        (r"C:\train.py", "is not SCRIPT:NAME"),
+        (r"C:\train.py", "cannot be read"),
     ],
 )
 def test_a_text_that_names_nothing_is_refused(

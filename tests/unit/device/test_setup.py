@@ -18,8 +18,13 @@ pytestmark = pytest.mark.legacy
 
 @pytest.mark.parametrize("device", ["warp", "cuda:x", "", object(), 1.5, ["cuda"]])
 def test_what_is_no_device_is_said_when_the_loader_is_made(device: Any) -> None:
-    with pytest.raises(NoSuchDevice, match=r"NoSuchDevice \[G01\]: device="):
+    with pytest.raises(NoSuchDevice, match=r"^\[G01\] device="):
         DataLoader(range(4), device=device)
+
+
+def test_a_name_that_torch_does_not_know_gets_a_suggestion() -> None:
+    with pytest.raises(NoSuchDevice, match=r"'gpu' is not a device of torch\. Did you mean 'cuda'"):
+        DataLoader(range(4), device="gpu")
 
 
 def test_a_number_that_is_not_there_is_told_with_those_that_are() -> None:

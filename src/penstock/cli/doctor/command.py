@@ -14,6 +14,7 @@
       report            prints the findings
     watch             --watch: shows the GPUs once a second
     bad_sample_report BAD.JSONL: lists samples that failed, and how to remove them
+    network_check     s3://...: measures object storage
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "target",
         nargs="?",
-        metavar="[SCRIPT:NAME | BAD.JSONL]",
-        help="A dataset or loader to check, or a list of bad samples.",
+        metavar="[SCRIPT:NAME | BAD.JSONL | URL]",
+        help="A dataset or loader to check, a list of bad samples, or object storage to measure.",
     )
     parser.add_script_arguments()
     parser.add_argument("--json", action="store_true", help="Print JSON.")
@@ -105,6 +106,8 @@ def execute(options: argparse.Namespace) -> int:
         return run_watch(as_json=options.json)
     if options.target is not None and names_bad_samples(options.target):
         return _report_bad_samples(options.target, as_json=options.json)
+    if options.target is not None and "://" in options.target:
+        return _report_network(options.target, as_json=options.json)
     findings = examine(options)
     if options.json:
         sys.stdout.write(json.dumps(as_dict(findings), indent=2, default=str) + "\n")
@@ -122,6 +125,17 @@ def _report_bad_samples(target: str, *, as_json: bool) -> int:
     else:
         print_bad_samples(make_console(), report)
     return UNHEALTHY if report.samples else HEALTHY
+
+
+def _report_network(url: str, *, as_json: bool) -> int:
+    from penstock.cli.doctor.network_check import check_network, print_network
+
+    found = check_network(url)
+    if as_json:
+        sys.stdout.write(json.dumps({"network": asdict(found)}, indent=2) + "\n")
+    else:
+        print_network(make_console(), found)
+    return HEALTHY if found.failure is None else UNHEALTHY
 
 
 def examine(options: argparse.Namespace) -> DoctorFindings:

@@ -375,7 +375,7 @@ def test_a_target_that_is_none_is_a_usage_error(text: str, folder: Path) -> None
     result = doctor(text, folder=folder)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert "BadTarget [D01]" in result.stderr
+    assert "BadTarget: [D01] " in result.stderr
     assert "Traceback" not in result.stderr
 
 

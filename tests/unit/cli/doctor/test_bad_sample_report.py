@@ -28,7 +28,7 @@ DOCUMENT = DOCS / "doctor.md"
 ODD_NAMES = [
     *("plain.jpg", "two words.jpg", "it's.jpg", 'a"b.jpg', "$HOME `ls`;rm -rf *.jpg", "-n", "--"),
     *("line\nbreak.jpg", "tab\t.jpg", "\x1b[2Jx.jpg", "back\\slash'.jpg", "Käse 漢.jpg", "!x", "~"),
-    *(os.fsdecode(b"\xff\xfe.jpg"), "\u202egpj.exe", "\\012\n.jpg"),
+    *("\udcff\udcfe.jpg", "\u202egpj.exe", "\\012\n.jpg"),
 ]
 
 
