@@ -14,17 +14,20 @@ BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools
 BIN = .venv/bin
 OTHERS = $(addprefix tests/,compat gpu property)
 FORMATS = tests/compat tests/unit/sources tests/integration
+REMOTE = tests/integration/sources tests/integration/cli/doctor tests/faults/sources
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
-	env-core env-vision env-legacy env-formats test-core test-vision test-legacy test-formats \
-	test-integration test-faults test-repo test-others test-unit test-python314 test-windows
+	env-core env-vision env-legacy env-formats env-windows env-remote test-core test-vision test-legacy \
+	test-formats test-integration test-faults test-repo test-others test-unit test-python314 \
+	test-windows test-remote
 
 help:
-	@echo 'make demo    train a small model through the loader'
+	@echo 'make demo    what Penstock does that other loaders do not'
 	@echo 'make test    all test legs without slow tests: core, vision, legacy (one: make test-core)'
 	@echo 'make test-all  every leg there is, with the slow tests'
 	@echo 'make test-formats  tests with the libraries of other formats (downloads about 1 GB)'
+	@echo 'make test-remote  tests of data in object storage, with servers of it'
 	@echo 'make test-python314  tests that depend on the version of Python, with Python 3.14'
 	@echo 'make test-windows  tests with Windows Python under Wine (needs root and a Debian apt)'
 	@echo 'make check   format, lint, types, layers, spelling'
@@ -58,16 +61,18 @@ format: env-core
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: env-core env-vision
+soak: env-core env-vision env-remote
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
 	.venv-vision/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_fuzzed_soak.py \
 		tests/soak/test_random_programs_soak.py
+	.venv-remote/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_remote_soak.py
 
 bench: env-core
 	$(BIN)/python benchmarks/loader.py $(ARGS)
 
 docs: env-core
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo 'Search works where the site is served: python3 -m http.server -d build/site'
 
 coverage: env-core
 	tools/coverage.sh $(BIN)/python $(ARGS)
@@ -75,7 +80,7 @@ coverage: env-core
 clean:
 	@if grep -qs ' $(CURDIR)/build' /proc/mounts; then \
 		echo 'clean: something is mounted under build; unmount it first' >&2; exit 1; fi
-	rm -rf .venv .venv-vision .venv-legacy .venv-314 .venv-formats build dist
+	rm -rf .venv .venv-vision .venv-legacy .venv-314 .venv-formats .venv-remote build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -109,6 +114,9 @@ test-legacy: env-legacy
 test-formats: env-formats
 	@.venv-formats/bin/python tools/run_pytest.py formats -m "formats$(NOT_SLOW)" $(FORMATS) $(ARGS)
 
+test-remote: env-remote
+	@.venv-remote/bin/python tools/run_pytest.py remote -m "remote$(NOT_SLOW)" $(REMOTE) $(ARGS)
+
 # Python 3.14, or Debian's. Builds .venv-314 on first use.
 test-python314: env-core
 	@tools/python314_leg.sh test $(ARGS)
@@ -121,6 +129,8 @@ env-core: .venv/.ready ; @:
 env-vision: .venv-vision/.ready ; @:
 env-legacy: .venv-legacy/.ready ; @:
 env-formats: .venv-formats/.ready ; @:
+env-windows: ; @tools/windows_leg.sh build
+env-remote: .venv-remote/.ready ; @:
 
 .venv/.ready: requirements/core.txt requirements/docs.txt constraints/core.txt $(BUILD_INPUTS)
 	@tools/make_env.sh core .venv 3.11 3.10+
@@ -133,3 +143,6 @@ env-formats: .venv-formats/.ready ; @:
 
 .venv-formats/.ready: requirements/formats.txt constraints/formats.txt $(BUILD_INPUTS)
 	@tools/make_env.sh formats .venv-formats 3.11 3.11+
+
+.venv-remote/.ready: requirements/remote.txt constraints/remote.txt $(BUILD_INPUTS)
+	@tools/make_env.sh remote .venv-remote 3.11 3.10+

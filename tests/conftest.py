@@ -18,6 +18,7 @@ import pytest
 from support import leftovers
 from support.paths import SITE
 
+pytest_plugins = ["support.remote_sets"]
 FAILED = pytest.StashKey[bool]()
 
 

@@ -19,6 +19,23 @@ pip_install() {
         --prefer-binary --constraint "constraints/$leg.txt" "$@"
 }
 
+# torch_versions LEG: the lines that fix torch and torchvision.
+torch_versions() { grep '^torch\(vision\)\{0,1\}==' "constraints/$1.txt"; }
+
+# link_torch LEG: if another leg's environment has the same torch, hard links to it and its libraries.
+# On x86-64 torch 2.8.0 brings 6 GB of CUDA libraries, minutes of unpacking. pip replaces files and
+# never writes into them, so the environments stay independent.
+link_torch() {
+    [ -e ".venv-$1/.ready" ] && [ "$(torch_versions "$1")" = "$(torch_versions "$leg")" ] || return 0
+    for ours in "$env_dir"/lib/python*/site-packages; do
+        theirs=.venv-$1/${ours#"$env_dir/"}
+        for path in "$theirs"/torch "$theirs"/torch-* "$theirs"/torchgen "$theirs"/functorch \
+            "$theirs"/torchvision* "$theirs"/triton* "$theirs"/nvidia "$theirs"/nvidia_*_cu*; do
+            [ ! -e "$path" ] || cp -al "$path" "$ours/" 2>/dev/null || cp -a "$path" "$ours/"
+        done
+    done
+}
+
 start_s=$(date +%s)
 if [ ! -e "$env_dir/.ready" ]; then
     python=$("$(dirname "$0")/find_python.sh" "$@")
@@ -29,6 +46,7 @@ if [ ! -e "$env_dir/.ready" ]; then
     echo "$leg: building $env_dir with $python; this downloads torch and can take minutes"
     rm -rf "$env_dir"
     "$python" -m venv "$env_dir"
+    [ "$leg" != formats ] || link_torch vision
 else
     echo "$leg: refreshing $env_dir"
 fi

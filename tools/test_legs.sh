@@ -3,7 +3,7 @@
 # Missing environments are built during the run.
 #
 #   three lanes    each takes the next part. Short ones come last, so that all lanes end together
-#   in parallel    browser, environments
+#   in parallel    browser, Prometheus, environments
 #
 # Run one after the other, the legs would leave two cores mostly idle, because their tests wait for
 # programs that start, sleep and die.
@@ -11,10 +11,10 @@
 set -u
 
 make=${MAKE:-make}
-parts="integration faults repo vision legacy others unit"
+parts="integration faults repo legacy vision others unit"
 # Only in make test-all. A leg that cannot run here writes the reason to the file $SKIP_NOTE.
-# The environment of formats is built last, so its tests come last.
-[ -z "${SLOW:-}" ] || parts="python314 $parts formats"
+# The environments of these legs are built last, so their tests come last.
+[ -z "${SLOW:-}" ] || parts="python314 $parts remote windows formats"
 notes=$(mktemp -d)
 : >"$notes/summary"
 
@@ -28,7 +28,7 @@ run_lane() {
 # run_part PART: waits for its environment (see below), runs it and records the outcome.
 run_part() {
     case $1 in
-    vision | legacy | formats) name=$1 env_log=$notes/env-$1 ;;
+    vision | legacy | remote | windows | formats) name=$1 env_log=$notes/env-$1 ;;
     python314) name=$1 env_log=/dev/null ;;
     *) name="core: $1" env_log=/dev/null ;;
     esac
@@ -63,10 +63,10 @@ fi
 # The other environments are built in parallel with the first one and its tests, because downloads
 # leave most of the cores free. The browser comes first, because tests of the first part need it.
 {
-    tools/install_browser.sh
-    prepare vision
+    tools/install_programs.sh
     if "$has_legacy"; then prepare legacy; fi
-    [ -z "${SLOW:-}" ] || prepare formats
+    prepare vision
+    [ -z "${SLOW:-}" ] || for leg in remote windows formats; do prepare "$leg"; done
 } &
 setup=$!
 trap 'kill "$setup" 2>/dev/null; rm -rf "$notes"' EXIT

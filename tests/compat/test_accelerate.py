@@ -300,7 +300,7 @@ def test_a_checkpoint_of_another_training_is_a_warning_and_where_the_place_was_a
     tmp_path: Path, plain: list[Any]
 ) -> None:
     train(tmp_path, stop_at=2, seed=4)
-    match = r"restarts its epoch from the beginning.*seed: 4 in the state, 3 here"
+    match = r"restarts its epoch from the beginning.*seed of SeededOrder: 4 in the state, 3 here"
     with pytest.warns(UserWarning, match=match):
         assert train(tmp_path, num_done=0) == plain
     prepared = prepare(make(), use_stateful_dataloader=True)

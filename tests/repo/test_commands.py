@@ -14,10 +14,7 @@ status.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from typing import Any
 import pytest
 
 from support import scripts, typed_commands
+from support.documents import faults_of, type_documents
 from support.paths import REPO
 
 KINDS = {"python", "diff", "console", "text"}
@@ -45,41 +43,12 @@ def typed_texts() -> dict[str, str]:
     return {
         name: text
         for name, text in texts.items()
-        if any(step["kind"] == "console" for step in typed_commands.steps_of(text))
+        if not text.startswith(typed_commands.VISION)
+        and any(step["kind"] == "console" for step in typed_commands.steps_of(text))
     }
 
 
 TEXTS = typed_texts()
-
-
-def type_documents(texts: list[str], folders: list[Path]) -> list[list[dict[str, Any]]]:
-    """Run the commands of each document and return their outcomes."""
-    jobs = [
-        {"folder": str(folder), "steps": typed_commands.steps_of(text)}
-        for text, folder in zip(texts, folders, strict=True)
-    ]
-    plan = folders[0] / "jobs.json"
-    plan.write_text(json.dumps(jobs), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "default", typed_commands.__file__, str(plan)],
-        env={**os.environ, "PYTHONHASHSEED": "0", "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads((folder / "typed.json").read_text("utf-8")) for folder in folders]
-
-
-def faults_of(typed: list[dict[str, Any]]) -> list[str]:
-    """Describe the commands whose status or output differs from the document."""
-    faults = []
-    for one in typed:
-        missing = [line for line in one["shown"] if line.strip() and line not in one["said"]]
-        if one["status"] not in one["status_expected"] or (missing and one["is_last"]):
-            faults.append(f"$ {one['command']}\n{one['said']}\nstatus {one['status']}: {missing}")
-    return faults
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ PARTS = [
     "legacy",
     "vision",
 ]
-MORE_PARTS = ["formats", "python314"]
+MORE_PARTS = ["formats", "python314", "remote", "windows"]
 """Legs of ``make test-all`` only."""
 MAKE = """#!/bin/sh
 echo "$2" >>called
@@ -41,7 +41,7 @@ def run_legs(
     (folder / ".venv-legacy").mkdir()
     (folder / ".venv-legacy" / ".ready").touch()
     shutil.copy(REPO / "tools" / "test_legs.sh", folder / "tools")
-    for name, source in (("make", MAKE), ("tools/install_browser.sh", "#!/bin/sh\n")):
+    for name, source in (("make", MAKE), ("tools/install_programs.sh", "#!/bin/sh\n")):
         (folder / name).write_text(source)
         (folder / name).chmod(0o755)
     ended = subprocess.run(
@@ -77,13 +77,14 @@ def test_a_part_that_fails_fails_the_run_and_the_others_run(tmp_path: Path) -> N
 def test_make_test_all_runs_the_legs_of_other_versions_too(tmp_path: Path) -> None:
     status, outcomes, called = run_legs(tmp_path, slow="yes")
     assert (status, outcomes) == (0, dict.fromkeys([*PARTS, *MORE_PARTS], "passed"))
-    assert {"env-formats", "test-formats", "test-python314"} <= set(called)
+    assert {f"test-{part}" for part in MORE_PARTS} | {"env-formats", "env-windows"} <= set(called)
 
 
-def test_a_leg_that_cannot_run_here_is_named_with_the_reason(tmp_path: Path) -> None:
-    status, outcomes, _ = run_legs(tmp_path, skipped="test-python314", slow="yes")
-    assert (status, outcomes["python314"]) == (0, "skipped")
-    assert [name for name, outcome in outcomes.items() if outcome != "passed"] == ["python314"]
+@pytest.mark.parametrize("leg", ["python314", "windows"])
+def test_a_leg_that_cannot_run_here_is_named_with_the_reason(leg: str, tmp_path: Path) -> None:
+    status, outcomes, _ = run_legs(tmp_path, skipped=f"test-{leg}", slow="yes")
+    assert (status, outcomes[leg]) == (0, "skipped")
+    assert [name for name, outcome in outcomes.items() if outcome != "passed"] == [leg]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -114,12 +115,16 @@ def test_the_parts_of_core_are_all_folders_of_tests() -> None:
     assert parts == folders - {"soak"}
 
 
-def test_the_formats_leg_runs_every_file_marked_for_it() -> None:
-    (folders,) = re.findall(r"^FORMATS = (.+)$", (REPO / "Makefile").read_text("utf-8"), re.M)
+@pytest.mark.parametrize(("leg", "least"), [("formats", 5), ("remote", 1)])
+def test_a_leg_runs_every_file_marked_for_it(leg: str, least: int) -> None:
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    (folders,) = re.findall(rf"^{leg.upper()} = (.+)$", makefile, re.M)
     marked = [
         path.relative_to(REPO).as_posix()
         for path in (REPO / "tests").rglob("test_*.py")
-        if "pytest.mark.formats" in path.read_text("utf-8") and path.name != "test_legs.py"
+        if f"pytest.mark.{leg}" in path.read_text("utf-8")
+        and path.name != "test_legs.py"
+        and "soak" not in path.parts  # make soak runs them
     ]
-    assert len(marked) > 5
+    assert len(marked) > least
     assert [path for path in marked if not path.startswith(tuple(folders.split()))] == []

@@ -17,24 +17,61 @@ LEG = REPO / "tools" / "windows_leg.sh"
 REQUIREMENTS = sorted((REPO / "requirements").glob("windows*.txt"))
 
 
-def run_as(user: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in an empty folder, with an ``id`` that names this user."""
-    (folder / "id").write_text(f"#!/bin/sh\necho {user}\n")
-    (folder / "id").chmod(0o755)
-    environ = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+REASONS = {
+    "system": "needs Linux on x86-64 or arm64",
+    "root": "needs root, to build and enter build/windows",
+    "mirror": "apt has no Debian mirror",
+    "namespaces": "namespaces and mounts are not permitted here",
+    "network": "the Debian mirror or the package index does not answer",
+}
+
+
+def run_without(missing: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in an almost empty folder, on a machine that lacks something."""
+    (folder / "tools").mkdir(exist_ok=True)
+    answers = {
+        "id": "echo 1000" if missing == "root" else "echo 0",
+        "uname": "echo Darwin"
+        if missing == "system"
+        else "[ $1 = -s ] && echo Linux || echo x86_64",
+        "apt-get": "" if missing == "mirror" else "echo 'Debian|Debian|main|somewhere'",
+        "unshare": f"exit {int(missing == 'namespaces')}",
+        "tools/windows_tree.sh": f"exit {75 if missing == 'network' else 3}",
+    }
+    for name, line in answers.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    if not (folder / "requirements").exists():
+        (folder / "requirements").symlink_to(REPO / "requirements")
+    environ = {
+        **os.environ,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "SKIP_NOTE": str(folder / "note"),
+    }
     return subprocess.run(
         [str(LEG), *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
     )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a shell script")
-def test_without_root_it_is_skipped_in_one_line(tmp_path: Path) -> None:
-    ended = run_as("1000", tmp_path, "test")
+@pytest.mark.parametrize("command", ["test", "build"])
+@pytest.mark.parametrize("missing", REASONS)
+def test_where_it_cannot_run_it_is_skipped_in_one_line(
+    missing: str, command: str, tmp_path: Path
+) -> None:
+    ended = run_without(missing, tmp_path, command)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert re.fullmatch(r"windows: skipped \(needs [^\n]+\)\n", ended.stdout)
-    assert not (tmp_path / "build").exists()
-    control = run_as("1000", tmp_path, "no-such-command")
-    assert (control.returncode, control.stdout) == (2, "")
+    assert ended.stdout == f"windows: skipped ({REASONS[missing]})\n"
+    assert (tmp_path / "note").read_text() == f"{REASONS[missing]}\n"
+    assert not (tmp_path / "build" / "windows" / "ready").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a shell script")
+def test_control_a_build_that_fails_for_another_reason_is_a_failure(tmp_path: Path) -> None:
+    assert run_without("nothing", tmp_path, "test").returncode == 3
+    assert not (tmp_path / "note").exists()
+    wrong = run_without("nothing", tmp_path, "no-such-command")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -78,7 +78,7 @@ def test_programs_that_end_leave_nothing(tmp_path: Path, note: Callable[[str], N
         return [f"{cases[number]}: {problem}" for problem in problems]
 
     segments = set(os.listdir("/dev/shm"))
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
         problems = list(itertools.chain(*executor.map(run, range(len(cases)))))
     assert set(os.listdir("/dev/shm")) <= segments
     assert not problems, Counter(problems).most_common(20)

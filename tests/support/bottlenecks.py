@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
@@ -70,7 +74,42 @@ def copy_slowly(batch: torch.Tensor) -> torch.Tensor:
     return batch.clone()
 
 
+class Others:
+    """The share of all cores that other programs use."""
+
+    share = 0.0
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep some cores busy within a ``with`` block."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def count_others() -> Iterator[Others]:
+    """Measure how busy other programs keep the cores within a ``with`` block."""
+    others = Others()
+    start_s, all_s, own_s = time.monotonic(), _all_cpu_s(), sum(os.times()[:4])
+    yield others
+    took_s = (time.monotonic() - start_s) * (os.cpu_count() or 1)
+    others.share = (_all_cpu_s() - all_s - (sum(os.times()[:4]) - own_s)) / took_s
+
+
+def _all_cpu_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + getattr(times, "nice", 0.0))
+
+
 def _run(dataset: Any, step_s: float, **arguments: Any) -> Timeline:
+    next(iter(DataLoader(range(1), num_workers=1)))  # a busy machine starts the first one slowly
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, **arguments)
     for _ in loader:
         time.sleep(step_s)

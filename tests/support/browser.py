@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import subprocess
 import tempfile
 import time
@@ -14,14 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+from support.debian_programs import find_program
 
-from support.paths import REPO
-
-WHY_NOT = "needs Debian's chromium and chromium-driver (tools/install_browser.sh installs them)"
-INSTALLING = REPO / "build" / "installing-browser"
-"""Holds the PID of tools/install_browser.sh while it runs."""
-INSTALL_S = 600.0
+WHY_NOT = "needs Debian's chromium and chromium-driver (tools/install_programs.sh installs them)"
 START_S = 120.0
 KEYS = {
     "Enter": "\ue007",
@@ -36,19 +30,9 @@ KEYS = {
 
 def find_programs() -> tuple[str, str] | None:
     """Return the paths of Chromium and its driver. Waits for a running installation."""
-    until = time.monotonic() + INSTALL_S
-    while time.monotonic() < until and _is_being_installed():
-        time.sleep(0.5)
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    driver = shutil.which("chromedriver")
+    chromium = find_program("chromium", "chromium-browser")
+    driver = find_program("chromedriver")
     return (chromium, driver) if chromium and driver else None
-
-
-def _is_being_installed() -> bool:
-    try:
-        return psutil.pid_exists(int(INSTALLING.read_text()))
-    except (OSError, ValueError):
-        return False
 
 
 class Browser:

@@ -72,6 +72,8 @@ def _descendants() -> list[psutil.Process]:
                     parents += map(int, file.read().split())
         return [psutil.Process(pid) for pid in parents[1:]]
     except (OSError, psutil.NoSuchProcess):  # no such list, or a process ended
+        if sys.platform == "win32" and os.getpid() not in psutil._psplatform.ppid_map().values():
+            return []  # the usual case, in one call
         return psutil.Process().children(recursive=True)
 
 

@@ -70,10 +70,10 @@ SERVER = """
 import os, signal, sys
 import penstock
 from support import packed_sets
-from penstock.packing import pack
+from penstock import packing
 
 for line in sys.stdin:
-    folder, die_at, length, shard_bytes = line.split()
+    folder, die_at, length, shard_bytes, piece_rows = line.split()
     pid = os.fork()
     if pid:
         print(pid, flush=True)
@@ -91,8 +91,10 @@ for line in sys.stdin:
     if left[0]:
         for name in ("replace", "fsync", "unlink", "mkdir", "rmdir", "open"):
             setattr(os, name, stepping(getattr(os, name)))
+    packing.choose_piece_rows = lambda spec, workers: int(piece_rows)
     try:
-        pack(packed_sets.Mixed(int(length)), folder, workers=0, shard_bytes=int(shard_bytes))
+        data = packed_sets.Mixed(int(length))
+        packing.pack(data, folder, workers=0, shard_bytes=int(shard_bytes))
         os._exit(0)
     except BaseException as error:
         print(error, file=sys.stderr, flush=True)
@@ -114,6 +116,7 @@ class PackServer:
         kill_after_s: float | None = None,
         length: int = 60,
         shard_bytes: int = 1500,
+        piece_rows: int = 0,
     ) -> int:
         """Pack, and return the exit code.
 
@@ -121,7 +124,7 @@ class PackServer:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{folder} {die_at} {length} {shard_bytes}\n")
+        self._process.stdin.write(f"{folder} {die_at} {length} {shard_bytes} {piece_rows}\n")
         self._process.stdin.flush()
         pid = int(self._process.stdout.readline())
         if kill_after_s is not None:

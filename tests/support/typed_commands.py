@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240.0
+VISION = "<!-- environment: vision -->"
+"""First line of a document that needs torchvision and Pillow. tests/compat runs it."""
 
 FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<info>[^\n]*)\n(?P<body>.*?)^```[ \t]*$",

@@ -33,6 +33,16 @@ GROUPS = {
     "Machine and plan": ("machine", "planning"),
 }
 """The packages under each heading."""
+TOPICS = {
+    "Order, randomness and ranks": ("seed", "randomness", "shard", "rank", "world_size", "padding"),
+    "Workers": (
+        *("num_workers", "pool", "in_flight", "multiprocessing_context", "persistent_workers"),
+    ),
+    "Faults": ("on_error", "max_bad", "bad_samples_file", "max_restarts", "sample_timeout_s"),
+    "To the GPU": ("device", "device_prefetch", "finish"),
+    "Tracing": ("trace",),
+}
+"""The options of a loader under each topic."""
 MODULES = ("conv", "errors", "legacy")
 """Public modules, each with its own section."""
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")
@@ -106,9 +116,7 @@ def signature_of(node: Node, name: str) -> str:
     parts = [part for part in _split(arguments) if part not in ("self", "cls")]
     options = _options_of(node)
     if options is not None:
-        declared = penstock.options.options_of(options).values()
-        own = [f"{one.name}={one.default!r}" for one in declared]
-        parts = [*parts[:-1], *([] if "*" in parts else ["*"]), *own]
+        parts = [*parts[:-1], "**options"]  # in tables below the signature
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
     return _wrapped(name, parts) + returns
 
@@ -222,12 +230,15 @@ def describe(name: str, node: Node, level: int, shown: str, home: str) -> Iterat
 
 
 def options_table(kind: type) -> str:
-    """Return the options that a class declares, as a table."""
-    rows = [
-        f"| `{option.name}` | `{option.default!r}` | {_plain(option.help)} |"
-        for option in penstock.options.options_of(kind).values()
-    ]
-    return "\n".join(["| option | default | |", "|---|---|---|", *rows, ""])
+    """Return the options that a class declares, as a table for each topic."""
+    left, out = dict(penstock.options.options_of(kind)), []
+    for topic, names in {**TOPICS, "Other": tuple(left)}.items():
+        options = [left.pop(name) for name in names if name in left]
+        if options:
+            out += [f"**{topic}**\n", "| option | default | |", "|---|---|---|"]
+            out += [f"| `{one.name}` | `{one.default!r}` | {_plain(one.help)} |" for one in options]
+            out.append("")
+    return "\n".join(out)
 
 
 def api_page() -> str:
@@ -280,6 +291,7 @@ def command_page() -> str:
         told = "\n\n".join(filter(None, (parser.description, parser.epilog)))
         usage = parser.format_usage().removeprefix("Usage: ").strip()
         out.append(f"## {name}\n\n{_plain(told)}\n\n```text\n{usage}\n```\n")
+        out.append(f"Example: `{parser.example}`\n")
         out.append("| | | default |\n|---|---|---|")
         for action in parser._actions:
             if "--help" not in action.option_strings:

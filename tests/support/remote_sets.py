@@ -1,0 +1,119 @@
+"""A packed set behind a server, a cache folder, and downloaders that end with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.range_server import RangeServer
+
+needs_obstore = pytest.mark.skipif(
+    importlib.util.find_spec("obstore") is None, reason="obstore is not installed"
+)
+NUM_SAMPLES, SHAPE = 1200, (96, 96, 3)
+"""About 33 MB of pixels: 9 blocks in 3 shards, and files of one block."""
+
+
+class Photos:
+    """Pixels of fixed size, a number, text and arrays of different shapes."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = np.random.default_rng(index)
+        return {
+            "pixels": random.integers(0, 256, SHAPE, dtype=np.uint8),
+            "label": index,
+            "text": "é" * (index % 40),
+            "boxes": random.random((index % 5, 4), dtype=np.float32),
+        }
+
+
+def pack_photos(folder: Path) -> Path:
+    """Pack the samples, in this process."""
+    import penstock
+
+    penstock.pack(Photos(), folder, workers=0, shard_bytes=12 << 20)
+    return folder
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return True for samples with equal types and values."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and np.array_equal(one, other)
+
+
+@contextlib.contextmanager
+def ended_downloaders() -> Iterator[None]:
+    """End the downloaders that this process starts."""
+    from penstock.sources.remote import downloader_start
+
+    try:
+        yield
+    finally:
+        downloader_start._stop_children()
+
+
+class RemoteSet:
+    """A packed set behind a server, with a cache of its own.
+
+    Args:
+        source: The packed set.
+        folder: For the cache.
+    """
+
+    def __init__(self, source: Path, folder: Path, server: RangeServer) -> None:
+        self.source, self.folder, self.server = source, folder, server
+
+    def open(self, **options: Any) -> Any:
+        import penstock
+
+        return penstock.Packed(self.server.url, cache_folder=self.folder, **options)
+
+    def open_local(self) -> Any:
+        import penstock
+
+        return penstock.Packed(self.source)
+
+    def cache(self) -> Path:
+        """Return the folder of the set in the cache."""
+        (found,) = self.folder.glob("*/*/manifest.json")
+        return found.parent
+
+
+def table_of(dataset: Any) -> Any:
+    return dataset._files[0].files.current_table()
+
+
+def kill_downloader(dataset: Any, limit_s: float = 60.0) -> None:
+    """Send SIGKILL to the downloader of a set, once there is one."""
+    table, deadline_s = table_of(dataset), time.monotonic() + limit_s
+    while not table.is_served():
+        assert time.monotonic() < deadline_s, "no downloader started"
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(table.header["pid"][0]), signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packed set in a local folder."""
+    return pack_photos(tmp_path_factory.mktemp("packed") / "photos")
+
+
+@pytest.fixture
+def remote(photos: Path, tmp_path: Path) -> Iterator[RemoteSet]:
+    """The packed set behind a server, with an empty cache."""
+    with ended_downloaders(), RangeServer(photos) as server:
+        yield RemoteSet(photos, tmp_path / "cache", server)

@@ -1,0 +1,119 @@
+"""Real servers of S3 for tests: SeaweedFS and moto, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+BUCKET = "photos-of-tests"
+_START_LIMIT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def moto_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Start moto's server. Yields the environment variables that lead to it."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, port, folder):
+        yield _environment(port)
+
+
+@contextlib.contextmanager
+def seaweed_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Start SeaweedFS with its S3 gateway. Yields the environment variables that lead to it."""
+    weed = Path(sys.executable).with_name("weed")
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+    command = [str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3"]
+    # Small volumes, also on a nearly full disk: by default it wants 30 GB each and 1% of the disk.
+    command += ["-volume.max=16", "-master.volumeSizeLimitMB=256", "-volume.minFreeSpace=16MiB"]
+    command += [f"-{name}.port={port}" for name, port in ports.items()]
+    command += [f"-{name}.port.grpc={free_port()}" for name in ports]
+    with _running(command, ports["s3"], folder):
+        yield _environment(ports["s3"])
+
+
+def _environment(port: int) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "key-of-the-tests",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-the-tests",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int, folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+    try:
+        _wait_for(port, process, folder)
+        yield
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], folder: Path) -> None:
+    deadline_s = time.monotonic() + _START_LIMIT_S
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        log = (folder / "log").read_text("utf-8", "replace")[-2000:]
+        assert process.poll() is None, log
+        assert time.monotonic() < deadline_s, log
+        time.sleep(0.1)
+
+
+def make_bucket(environment: Mapping[str, str]) -> str:
+    """Create a bucket and wait until it takes objects. Returns its address.
+
+    Skips the test where the server refuses objects from its own kind of client, too.
+    """
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        region_name=environment["AWS_REGION"],
+        config=Config(read_timeout=40, retries={"max_attempts": 0}),
+    )
+    taken = (client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou)
+    deadline_s = time.monotonic() + _START_LIMIT_S
+    while True:
+        try:
+            with contextlib.suppress(*taken):
+                client.create_bucket(Bucket=BUCKET)
+            client.put_object(Bucket=BUCKET, Key="first", Body=b"first")
+            break
+        except Exception as error:  # the gateway listens before it can write
+            if time.monotonic() > deadline_s:
+                pytest.skip(f"this server of S3 takes no objects here: {error}")
+            time.sleep(0.5)
+    client.close()
+    return f"s3://{BUCKET}"
+
+
+def has_weed() -> bool:
+    weed = Path(sys.executable).with_name("weed")
+    return os.access(weed, os.X_OK) or shutil.which("weed") is not None
