@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import statistics
+import subprocess
 import sys
 import time
 import timeit
@@ -73,6 +74,10 @@ def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float
     loader = penstock.DataLoader(
         dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace, **arguments
     )
+    return _cost_of(loader, num_batches)
+
+
+def _cost_of(loader: Any, num_batches: int) -> float:
     batches: Any = iter(loader)
     for _ in range(max(4, num_batches // 20)):
         next(batches)
@@ -83,6 +88,101 @@ def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float
     cpu_s = _cpu_s(pids) - before_s
     batches._shutdown_workers()
     return cpu_s / num_batches * 1000
+
+
+SCRAPER = """
+import sys, time, urllib.request
+while True:
+    urllib.request.urlopen(sys.argv[1], timeout=60).read()
+    time.sleep(1)
+"""
+
+
+def _scraped_cost(dataset: Any, trace: Any, num_batches: int) -> float:
+    """Return the cost with everything on: a Prometheus endpoint that is scraped each second."""
+    loader = penstock.DataLoader(
+        dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace
+    )
+    endpoint = penstock.serve_metrics(loader)
+    scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, endpoint.url])
+    try:
+        return _cost_of(loader, num_batches)
+    finally:
+        scraper.kill()
+        scraper.wait()
+        endpoint.close()
+
+
+def everything(pace: Pace) -> Case:
+    """(e) A typical workload with tracing, the status for penstock top, and a scrape each second.
+
+    A turn takes some seconds, so that it holds several scrapes.
+    """
+    dataset, num_batches = Jpegs(), int(20 * pace.window_s)
+    name = "tracing, endpoint scraped each second"
+    return Case(
+        key="e",
+        title=f"JPEG, batch {BATCH_SIZE}, {NUM_WORKERS} workers: CPU time of 1,000 batches",
+        unit="s",
+        contenders=[
+            Contender(name="all off", turn=lambda: _cost(dataset, False, num_batches)),
+            Contender(
+                name=name,
+                turn=lambda: _scraped_cost(dataset, None, num_batches),
+                against=("all off",),
+                target=MOST,
+            ),
+            Contender(
+                name=f"{name}, trace=True",
+                turn=lambda: _scraped_cost(dataset, True, num_batches),
+                against=("all off",),
+            ),
+        ],
+    )
+
+
+def second(pace: Pace) -> Case:
+    """(f) What is done once a second: a scrape, and the status for penstock top.
+
+    The loader is a fast one, which fills the trace buffers: metrics describe as many records as
+    they ever do.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from penstock.trace import prometheus
+
+    loader: Any = penstock.DataLoader(Pairs(), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)
+    batches = iter(loader)
+    prometheus.FRESH_S = 0.0
+    registry = CollectorRegistry()
+    registry.register(prometheus.LoaderCollector({"train": loader}))  # type: ignore[arg-type]
+
+    def turn() -> float:
+        took_s = []
+        for _ in range(int(10 * pace.window_s)):
+            for _ in range(4000):
+                next(batches)
+            start_s = time.thread_time()
+            generate_latest(registry)
+            loader._recorder._publish()
+            took_s.append(time.thread_time() - start_s)
+        return statistics.median(took_s)
+
+    limit = "1% of a second"
+    return Case(
+        key="f",
+        title=f"{NUM_WORKERS} workers: CPU time of a scrape and a status for penstock top",
+        unit="s",
+        contenders=[
+            Contender(name=limit, turn=lambda: 0.01),
+            Contender(
+                name="both, once",
+                turn=turn,
+                against=(limit,),
+                target=Target(bound=1.0, is_ceiling=True),
+            ),
+        ],
+    )
 
 
 def _pair(key: str, title: str, dataset: Any, num_batches: int) -> Case:
@@ -237,7 +337,7 @@ def span(pace: Pace) -> Case:
     )
 
 
-CASES = {"a": jpegs, "b": tiny, "c": span, "d": part}
+CASES = {"a": jpegs, "b": tiny, "c": span, "d": part, "e": everything, "f": second}
 
 if __name__ == "__main__":
     sys.exit(run("tracing", "Measures the cost of tracing.", CASES, sys.argv[1:]))

@@ -59,7 +59,7 @@ def train(dataset, num_classes: int) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    print(loader.stats())
+    print(loader.metrics())
     return loss.item()
 
 
