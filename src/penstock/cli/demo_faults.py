@@ -8,8 +8,10 @@ Tested by ``tests/integration/cli/test_demo.py``.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,8 +94,12 @@ def _load(
                     disturb(batches)
         except Exception as raised:  # the result of PyTorch's loader
             error = last_line(raised)
+            raised.__traceback__ = None
         bad = [f"{one.path} ({one.error})" for one in getattr(loader, "bad_samples", ())]
         del batches
+        # A failed iterator of PyTorch that is freed later, in a forked worker of the next loader,
+        # prints a traceback there.
+        gc.collect()
     return Epoch(num_images=num_images, checksum=sums.hexdigest()[:8], error=error, bad=tuple(bad))
 
 
@@ -110,8 +116,19 @@ def _make(whose: str, images: Any, num_workers: int, options: dict[str, Any]) ->
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
+        options = {**options, "worker_init_fn": _discard_stderr}
     make: Any = DataLoader if whose == "Penstock" else torch.utils.data.DataLoader
     return make(images, batch_size=BATCH_SIZE, shuffle=True, num_workers=num_workers, **options)
+
+
+def _discard_stderr(worker: int) -> None:
+    """Discard what a worker of PyTorch writes to stderr.
+
+    When one worker is killed, the others may print tracebacks before they end.
+    """
+    target = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(target, 2)
+    os.close(target)
 
 
 @contextmanager

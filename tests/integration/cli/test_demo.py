@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.utils.data
 from rich.console import Console
 
 from penstock import DataLoader
-from penstock.cli import demo
+from penstock.cli import demo, demo_faults
 from support.datasets import Numbers
 
 SHORT = """
@@ -78,6 +79,26 @@ def test_it_ends_with_the_verdict_and_a_page_for_the_browser(shown: tuple[str, P
     content = page.read_text(encoding="utf-8")
     assert content.lstrip().lower().startswith("<!doctype html>")
     assert "http://" not in content.replace("http://www.w3.org", "")
+
+
+class Complaints(Numbers):
+    """Numbers whose loading writes to stderr, as a dying worker does."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.write(2, b"a complaint\n")
+        return super().__getitem__(index)
+
+
+def test_what_workers_of_pytorch_write_to_stderr_is_discarded(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    dataset = Complaints(8)
+    for _ in torch.utils.data.DataLoader(dataset, num_workers=1):  # the control
+        pass
+    assert "a complaint" in capfd.readouterr().err
+    for _ in demo_faults._make("PyTorch", dataset, 1, {}):
+        pass
+    assert not capfd.readouterr().err
 
 
 def test_a_page_that_cannot_be_written_is_said(
