@@ -27,8 +27,10 @@ def empty_caches(tmp_path: Path, monkeypatch: Any) -> Any:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "penstock"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     tuning.forget()
+    kernel_compiler._states.clear()  # of kernels that earlier tests compiled into another cache
     yield
     tuning.forget()
+    kernel_compiler._states.clear()
 
 
 @pytest.mark.usefixtures("empty_caches")
