@@ -29,8 +29,9 @@ link_torch() {
     [ -e ".venv-$1/.ready" ] && [ "$(torch_versions "$1")" = "$(torch_versions "$leg")" ] || return 0
     for ours in "$env_dir"/lib/python*/site-packages; do
         theirs=.venv-$1/${ours#"$env_dir/"}
-        for path in "$theirs"/torch "$theirs"/torch-* "$theirs"/torchgen "$theirs"/functorch \
-            "$theirs"/torchvision* "$theirs"/triton* "$theirs"/nvidia "$theirs"/nvidia_*_cu*; do
+        for path in "$theirs"/torch "$theirs"/torch-* "$theirs"/torch.libs "$theirs"/torchgen \
+            "$theirs"/functorch "$theirs"/torchvision* "$theirs"/triton* "$theirs"/nvidia \
+            "$theirs"/nvidia_*_cu*; do
             [ ! -e "$path" ] || cp -al "$path" "$ours/" 2>/dev/null || cp -a "$path" "$ours/"
         done
     done
