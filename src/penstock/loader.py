@@ -19,13 +19,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.device.setup import DeviceSetup
 from penstock.engine.loading.fetch import in_flight_of, most_in_flight
-from penstock.engine.parent.context import EngineSettings, LoaderParts
+from penstock.engine.parent.context import EngineSettings, LoaderParts, max_held_bytes
 from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
 from penstock.importing import importing
-from penstock.machine.host import memory_bytes
 from penstock.machine.own_memory import note_imports
 from penstock.options import (
     LoaderOptions,
@@ -384,7 +383,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         if self._measured.get("sample_bytes") is None:
             self._measured["sample_bytes"] = batch_bytes // (self._rows_per_batch() or 1)
             in_flight_bytes = batch_bytes * self.num_workers * (self._asked_prefetch or 2)
-            if in_flight_bytes > memory_bytes()[1] // 4:  # the plan warns above half
+            if in_flight_bytes > max_held_bytes():  # 1/4 of free memory; the plan warns above half
                 self._warn(self.plan)
 
     def _decide(self, measured: Measured) -> EngineSettings:

@@ -33,11 +33,11 @@ HEAVY_PACKAGES = {"torch", "numpy"}
 LOADER_MODULES = """
     device.setup
     engine.loading.collate engine.loading.fetch engine.loading.gather engine.loading.in_place
-    engine.loading.mismatch engine.memory.batch_layout
+    engine.memory.batch_layout
     engine.parent.context engine.parent.dataset_changes engine.parent.faults
     engine.parent.inline_producer engine.parent.iterator
     errors importing integrations.accelerate_flag loader options user_objects
-    machine.cgroup machine.host machine.kernel_files machine.own_memory callable_package
+    machine.own_memory callable_package
     order.dataset_generators order.epoch_state order.global_generators order.keys order.object_walk
     order.permutation order.ranks order.rng order.sample_randomness order.samplers
     trace.record trace.recorder

@@ -20,8 +20,8 @@ class OwnMemory(NamedTuple):
 def own_memory() -> OwnMemory | None:
     """Return the memory in use, or None if the kernel does not tell."""
     try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            found = re.search(r"RssAnon:\s+(\d+) kB", status.read())
+        with open("/proc/self/status", "rb") as status:
+            found = re.search(rb"RssAnon:\s+(\d+) kB", status.read())
     except OSError:
         return None
     return None if found is None else OwnMemory(int(found[1]) * 1024, len(sys.modules))

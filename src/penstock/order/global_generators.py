@@ -1,9 +1,10 @@
-"""Python's and NumPy's global generators: fast access to their state, and detection of state reads.
+"""The global generators: fast access to their state, and detection of state reads.
 
-Both are Mersenne Twisters with 624 words and an index. NumPy publishes the address of its state.
-Python's state follows the object header, and is compared word for word with ``getstate`` before the
-address is used. Comparing states in memory takes 0.2 microseconds. If the comparison fails, the
-public functions are used instead, which is slower.
+Python's, NumPy's and torch's are Mersenne Twisters with 624 words and an index. NumPy publishes the
+address of its state. Python's state follows the object header, and torch's is at the same offset in
+every generator. Both are compared word for word with the public ``getstate`` or ``get_state``
+before the address is used. Comparing states in memory takes 0.2 microseconds. If the comparison
+fails, the public functions are used instead, which is slower.
 
 Code that reads a state without drawing (``random.getstate``, ``torch.initial_seed``) does not
 change the memory. :func:`watching_state_reads` replaces these functions with watched versions.
@@ -17,6 +18,7 @@ import ctypes
 import functools
 import pickle
 import random
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -53,6 +55,10 @@ class PythonGenerator:
     def cells(self) -> list[Any]:
         """Memory that changes with every draw: the index and the first word."""
         return [ctypes.c_uint64.from_address(self._address)]
+
+    def seed_cell(self) -> Any:
+        """Memory that differs between seeds: the next words. The first is the same for all."""
+        return ctypes.c_uint64.from_address(self._address + 8)
 
     def cached_normal(self) -> Any:
         """Return the value that the next ``random.gauss`` returns without drawing, or None."""
@@ -139,6 +145,30 @@ class NumpyGenerator:
         return [cell.value for cell in self._cells] if self.is_known else None
 
 
+class TorchGenerator:
+    """The generator behind ``torch.rand()`` on the CPU."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        offset = _torch_offset()
+        self.is_known = offset is not None
+        if offset is not None:
+            address = generator._cdata + offset
+            self._head, self._normals = map(_TorchMark.from_address, (address, address + 2520))
+            # The seed and the number of words that are left, which both representations start with.
+            self.is_known = self._head.raw[:12] == bytes(generator.get_state()[:12].numpy())
+
+    def marks(self) -> tuple[bytes, bytes]:
+        """Return bytes that differ after each use.
+
+        These are the seed, the index and the first word, and the cached normal variates.
+        """
+        if self.is_known:
+            return self._head.raw, self._normals.raw
+        state = bytes(self._generator.get_state().numpy())
+        return state[:64], state[-64:]
+
+
 def _copy_state(address: int, into: Any) -> Any:
     into = StateBuffer() if into is None else into
     ctypes.memmove(into, address, _STATE_BYTES + 4)
@@ -173,6 +203,18 @@ def numpy_generator() -> NumpyGenerator:
 @functools.lru_cache(maxsize=1)
 def _numpy_generator(bits: Any) -> NumpyGenerator:
     return NumpyGenerator(bits)
+
+
+def torch_generator() -> TorchGenerator:
+    """Return torch's default generator."""
+    import torch
+
+    return _torch_generator(torch.default_generator)
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_generator(generator: Any) -> TorchGenerator:
+    return TorchGenerator(generator)
 
 
 def replaced_bit_generator() -> type | None:
@@ -212,6 +254,45 @@ def _holds_numpy_state(address: int) -> bool:
     return bool(words == [*state[1].tolist(), state[2]])
 
 
+_TorchMark = ctypes.c_char * 24
+_TORCH_STATE_BYTES = 5056
+"""Length of the result of torch's ``get_state``."""
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_offset() -> int | None:
+    """Return the offset of the state in a CPU generator of torch, or None if it is not found.
+
+    In memory: seed (8 bytes), words left (4), a flag (4), index (4), 624 words, 4 unused bytes, and
+    two optional normal variates of 8 and 16 bytes. In ``get_state``, index and words have 8 bytes.
+    A new generator is compared, because this sets its index and variates.
+    """
+    import torch
+
+    generator = torch.Generator("cpu")
+    generator.manual_seed(20261115)
+    tensor = generator.get_state()
+    address = getattr(generator, "_cdata", None)
+    if address is None or tensor.numel() != _TORCH_STATE_BYTES or sys.byteorder != "little":
+        return None
+    state: Any = tensor.numpy()
+    struct.pack_into("<iiQ", state, 8, 100, 1, 524)
+    struct.pack_into("<d8xi", state, 5024, 0.7, 1)
+    struct.pack_into("<f?", state, 5048, 0.3, True)
+    generator.set_state(tensor)
+    offset = ctypes.string_at(address, 256).find(state[:12].tobytes())
+    if offset < 0:
+        return None
+    found = ctypes.string_at(address + offset, 2544)
+    words = state[16:5016].view(np.uint64).astype(np.uint32).tobytes()
+    is_equal = (
+        found[16:2516] == words
+        and struct.pack("<f", 0.3) in found[2520:2528]
+        and struct.pack("<d", 0.7) in found[2528:]
+    )
+    return offset if is_equal else None
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the caller's generators at the end of the block.
@@ -237,6 +318,43 @@ def preserved_generators() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
 
 
+class KeptStates:
+    """Copies of the global generators, made again only if one of them was used since.
+
+    Used only if the states of Python's and NumPy's are known in memory.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._python, self._numpy = python_generator(), numpy_generator()
+        self._cells = *self._python.cells(), self._python.seed_cell(), *self._numpy.cells()
+        self._torch, self._torch_marks = torch.default_generator, torch_generator().marks
+        self._buffers = StateBuffer(), StateBuffer()
+        self._marks: Any = None
+
+    def keep(self) -> None:
+        """Copy the states, and clear cached normal variates. Pairs with :meth:`restore`."""
+        marks = [cell.value for cell in self._cells], self._torch_marks()
+        if marks != self._marks or self._python.cached_normal() is not None:
+            of_python, of_numpy = self._buffers
+            self._of_python, self._of_numpy = (
+                self._python.save(of_python),
+                self._numpy.save(of_numpy),
+            )
+            self._of_torch, self._marks = self._torch.get_state(), marks
+
+    def restore(self, *, has_moved: bool) -> None:
+        """Undo :meth:`keep`. ``has_moved``: True if numbers were drawn since."""
+        has_normals = self._of_python[1] is not None or isinstance(self._of_numpy[0], dict)
+        if has_moved or has_normals:
+            self._python.restore(self._of_python, has_moved=has_moved)
+            self._numpy.restore(self._of_numpy, has_moved=has_moved)
+            self._marks = None  # they do not show whether the caller uses a cached variate
+        if has_moved:
+            self._torch.set_state(self._of_torch)
+
+
 # -- reads of a state ------------------------------------------------------------------------------
 
 
@@ -251,9 +369,10 @@ class StateReads:
         self.of_globals = self.of_torch = object()
         self.num_users = 0
         self._lock = threading.Lock()
-        self._readers: list[tuple[dict[str, Any], str, Any, Any]] = []
-        """Namespace and name of each function that reads a state, the function, and the watched
-        version of it. Kept, because each batch without workers replaces and restores them."""
+        self._readers: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """Namespace of each module with functions that read a state, the functions by name, and
+        the watched versions. Kept, because each batch without workers replaces and restores them.
+        """
 
     def start(self) -> None:
         """Start watching reads. Pairs with :meth:`stop`; several users can watch at a time."""
@@ -262,35 +381,34 @@ class StateReads:
             if self.num_users > 1:
                 return
             if not self._readers or self._are_replaced():
-                self._readers = [_find_reader(*reader) for reader in _READERS]
-            for namespace, name, _, watched in self._readers:
-                namespace[name] = watched
+                self._readers = [_find_readers(*readers) for readers in _READERS.items()]
+            for namespace, _, watched in self._readers:
+                namespace.update(watched)
 
     def _are_replaced(self) -> bool:
         """Return True if the user has replaced a function since the functions were found."""
-        for namespace, name, original, _ in self._readers:
-            if namespace[name] is not original:
-                return True
+        for namespace, originals, _ in self._readers:
+            for name, original in originals.items():
+                if namespace[name] is not original:
+                    return True
         return False
 
     def stop(self) -> None:
         with self._lock:
             self.num_users -= 1
             if self.num_users == 0:
-                for namespace, name, original, _ in self._readers:
-                    namespace[name] = original
+                for namespace, originals, _ in self._readers:
+                    namespace.update(originals)
 
 
 state_reads = StateReads()
 
-_READERS = (
-    ("random", "getstate", "of_globals"),
-    ("numpy.random", "get_state", "of_globals"),
-    ("torch", "initial_seed", "of_torch"),
-    ("torch", "get_rng_state", "of_torch"),
-    ("torch.random", "initial_seed", "of_torch"),
-    ("torch.random", "get_rng_state", "of_torch"),
-)
+_READERS = {
+    "random": {"getstate": "of_globals"},
+    "numpy.random": {"get_state": "of_globals"},
+    "torch": {"initial_seed": "of_torch", "get_rng_state": "of_torch"},
+    "torch.random": {"initial_seed": "of_torch", "get_rng_state": "of_torch"},
+}
 
 
 @contextmanager
@@ -303,10 +421,12 @@ def watching_state_reads() -> Iterator[None]:
         state_reads.stop()
 
 
-def _find_reader(module_name: str, name: str, mark: str) -> tuple[dict[str, Any], str, Any, Any]:
+def _find_readers(
+    module_name: str, marks: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     namespace = vars(sys.modules[module_name])
-    original = namespace[name]
-    return namespace, name, original, _watched(original, mark)
+    originals = {name: namespace[name] for name in marks}
+    return namespace, originals, {name: _watched(originals[name], marks[name]) for name in marks}
 
 
 def _watched(original: Callable[..., Any], mark: str) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ while it draws, or stores values drawn from a global generator, is reported in `
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import random
@@ -48,13 +47,14 @@ from penstock.order.dataset_generators import (
     describe_search_limit,
 )
 from penstock.order.global_generators import (
-    StateBuffer,
+    KeptStates,
     numpy_generator,
     preserved_generators,
     python_generator,
     restore_generators,
     save_generators,
     state_reads,
+    torch_generator,
     watching_state_reads,
 )
 from penstock.order.keys import (
@@ -73,7 +73,6 @@ _BLOCKS = 78
 _SEED_RUN = 64
 _STATE_RUN = 16
 """Positions computed in one call. 16 states take 40 KB, which fits in the cache."""
-_Mark = ctypes.c_char * 64
 _NO_STATES = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
 NUM_OBSERVED = 16
 """Samples that are loaded seeded before a dataset is treated as one that does not draw."""
@@ -156,8 +155,7 @@ class SampleRandomness:
         self._torch = torch.default_generator
         # The generator's own method. torch.manual_seed also seeds every accelerator (25x slower).
         self._seed_torch = self._torch.manual_seed if with_torch else None
-        self._torch_end = self._torch.get_state().numel() - ctypes.sizeof(_Mark)
-        self._buffers = StateBuffer(), StateBuffer()
+        self._torch_marks = torch_generator().marks
         self._python = python_generator()
         self._numpy = numpy_generator()
         self._own = dataset_generators
@@ -174,6 +172,7 @@ class SampleRandomness:
         if self._can_peek:
             self._cells = (*self._python.cells(), *self._numpy.cells())
             self._seen = self._peek()
+            self._callers = KeptStates()
         self._seen_reads = state_reads.of_globals
         self.needs_seeding = not self._can_peek or self._set_own is not None
         """True if Python's and NumPy's generators must be set for every sample."""
@@ -288,7 +287,7 @@ class SampleRandomness:
         self.set_generators(position)
         if self._init_states is not None:
             restore_generators(self._init_states)
-        before = self._global_states(), self._marks(self._torch.get_state())
+        before = self._global_states(), self._torch_marks()
         try:
             sample = function(index) if self.needs_seeding else self._observe(function, index)
         except Exception:
@@ -323,7 +322,7 @@ class SampleRandomness:
 
     def _has_drawn_since(self, before: Any, torch_before: Any) -> bool:
         """Return True if a global generator moved."""
-        has_moved = self._marks(self._torch.get_state()) != torch_before
+        has_moved = self._torch_marks() != torch_before
         return has_moved or bool(self._global_states() != before)
 
     def _global_states(self) -> Any:
@@ -452,19 +451,16 @@ class SampleRandomness:
         Called in the training process, whose generators are in use.
         """
         if self.is_unseeded:
-            of_python, of_numpy = self._buffers
-            python, numpy = self._python.save(of_python), self._numpy.save(of_numpy)
+            self._callers.keep()
             has_moved = False
             state_reads.start()
             try:
                 return self._call_unseeded(function, indices, position)
             except UnexpectedDraw:
                 has_moved = True
-                self._torch.set_state(self._seen_torch)
             finally:
                 state_reads.stop()
-                self._python.restore(python, has_moved=has_moved)
-                self._numpy.restore(numpy, has_moved=has_moved)
+                self._callers.restore(has_moved=has_moved)
         with self.preserved():
             return self.call_many(function, indices, position)
 
@@ -539,22 +535,14 @@ class SampleRandomness:
     def _snapshot_all(self) -> None:
         self._seen_reads, self._seen_torch_reads = state_reads.of_globals, state_reads.of_torch
         self._seen = self._peek()
-        self._seen_torch = self._torch.get_state()
+        self._seen_torch = self._torch_marks()
 
     def _has_torch_moved(self) -> bool:
         if self._seed_torch is None:
             return False  # torch's generator is managed by the user
         if state_reads.of_torch != self._seen_torch_reads:
             return True
-        return self._marks(self._torch.get_state()) != self._marks(self._seen_torch)
-
-    def _marks(self, state: Any) -> tuple[bytes, bytes]:
-        """Return the bytes of a state of torch's generator that differ after each use.
-
-        These are the seed, the index and the first words, and cached normal variates at the end.
-        """
-        address = state.data_ptr()
-        return _Mark.from_address(address).raw, _Mark.from_address(address + self._torch_end).raw
+        return self._torch_marks() != self._seen_torch
 
     def _get_cached_normals(self) -> tuple[Any, Any]:
         return self._python.cached_normal(), self._numpy.cached_normal()

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.machine.host import memory_bytes, num_major_faults, resident_bytes, usable_cores
 from penstock.options import Tracing
 from penstock.trace.record import (
     ASKED_TRACE_BYTES,
@@ -244,7 +243,8 @@ class Recorder:
         """Record a request for a batch. Returns its timestamp."""
         self._waited_ns = self._taken_ns = 0
         start_ns = now_ns()
-        self._is_close = start_ns > self._next_look_ns
+        # Not at the first batch, which would wait for the import of penstock.machine.host.
+        self._is_close = self._num_batches > 0 and start_ns > self._next_look_ns
         return start_ns
 
     def add_wait(self, started: float) -> None:
@@ -325,10 +325,12 @@ class Recorder:
             self.buffer.add(Kind.REFUSED, at_ns, at_ns, self._place[0], a=num_held)
 
     def _look(self, buffer: TraceBuffer, at_ns: int) -> None:
+        from penstock.machine import host
+
         self._num_looks += 1
         self._next_look_ns = next_look_ns(at_ns, self._num_looks)
-        num_kb, faults = resident_bytes() >> 10, num_major_faults()
-        left = memory_bytes()[1] >> 20
+        num_kb, faults = host.resident_bytes() >> 10, host.num_major_faults()
+        left = host.memory_bytes()[1] >> 20
         cpu_ms = int(time.process_time() * 1000)
         buffer.add(Kind.MEMORY, at_ns, at_ns, rows=cpu_ms, a=num_kb, b=faults, extra=left)
         if at_ns > self._publish_ns:
@@ -372,7 +374,7 @@ class Recorder:
             self._read()
             processes = [self._main, *self._ended, *self._workers(), *self._user_records()]
             lanes = [one.to_lane() for one in processes]
-        here: dict[str, Any] = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        here: dict[str, Any] = _about_machine()
         if self.count_sources is not None:
             here["sources"] = self.count_sources()
         if self.count_network is not None:
@@ -418,7 +420,7 @@ class Recorder:
         try:
             if self._status is None or self._status.pid != os.getpid():  # not a fork's copy
                 self._status = LiveStatus()
-                self._machine = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+                self._machine = _about_machine()
             header = {
                 "pid": os.getpid(),
                 "rank": os.environ.get("RANK"),
@@ -451,7 +453,7 @@ class Recorder:
             limit = max(MIN_RECENT, MAX_RECENT // len(processes))
             since_ns = max([since_ns, *(one.start_of_last(limit) for one, _ in processes)])
             lanes = [one.recent(since_ns, offset) for one, offset in processes]
-        here: dict[str, Any] = {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+        here: dict[str, Any] = _about_machine()
         if self.count_network is not None:
             here["network"] = self.count_network()
             waits = self._user_records(since_ns)
@@ -473,6 +475,12 @@ class Recorder:
         pools = list(self._pools)
         workers = [process.pid for pool in pools for process in pool.processes]
         return [*{os.getpid(), *(pid for pid in workers if isinstance(pid, int))}]
+
+
+def _about_machine() -> dict[str, int]:
+    from penstock.machine.host import memory_bytes, usable_cores
+
+    return {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
 
 
 def _num_user_spans() -> int:

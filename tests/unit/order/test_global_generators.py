@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.order.global_generators import (
     preserved_generators,
     python_generator,
     state_reads,
+    torch_generator,
     watching_state_reads,
 )
 from support.datasets import assert_same, differences
@@ -38,6 +40,7 @@ def test_the_functions_that_were_watched_are_the_originals_again() -> None:
 def test_memory_is_known_on_this_interpreter() -> None:
     assert python_generator().is_known
     assert numpy_generator().is_known
+    assert torch_generator().is_known
 
 
 def test_the_check_notices_memory_that_is_something_else() -> None:
@@ -49,10 +52,94 @@ def test_the_check_notices_memory_that_is_something_else() -> None:
     assert not generators._holds_numpy_state(bits.ctypes.state_address + 4)
 
 
+def test_torch_s_state_is_not_used_where_it_is_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert generators._torch_offset.__wrapped__() == generators._torch_offset()
+    monkeypatch.setattr(generators, "_TORCH_STATE_BYTES", 5055)
+    assert generators._torch_offset.__wrapped__() is None
+    monkeypatch.setattr(generators, "_torch_offset", lambda: 8)
+    assert not generators.TorchGenerator(torch.default_generator).is_known
+
+
+USES: dict[str, Callable[[], Any]] = {
+    "a draw": lambda: torch.rand(1),
+    "a full cycle": lambda: torch.randint(2, (624,), dtype=torch.int32),
+    "a normal variate": lambda: torch.randn((), dtype=torch.float64),
+    "a cached normal variate": lambda: torch.randn((), dtype=torch.float64),
+    "a permutation": lambda: torch.randperm(9),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(5)),
+    "another seed": lambda: torch.manual_seed(1),
+    "another state": lambda: torch.set_rng_state(torch.Generator().manual_seed(9).get_state()),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_every_use_of_torch_s_generator_is_seen(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_known:
+        monkeypatch.setattr(generators, "_torch_offset", lambda: None)
+    found = generators.TorchGenerator(torch.default_generator)
+    assert found.is_known is is_known
+    torch.manual_seed(0)
+    for name, use in USES.items():
+        before = found.marks()
+        torch.get_rng_state(), torch.rand(3, generator=torch.Generator())
+        assert found.marks() == before, name  # control: no use of it
+        use()
+        assert found.marks() != before, name
+
+
 def test_the_check_leaves_the_generator_as_it_was() -> None:
     state = random.getstate()
     generators._holds_python_state(id(random._inst) + object.__basicsize__)  # type: ignore[attr-defined]
     assert random.getstate() == state
+    before = torch.get_rng_state()
+    generators._torch_offset.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+RESEEDS: dict[str, Callable[[int], Any]] = {
+    "random": random.seed,
+    "numpy": np.random.seed,
+    "numpy, an array": lambda seed: np.random.seed([seed, 5]),
+    "torch": torch.manual_seed,
+}
+
+
+@pytest.mark.parametrize("name", RESEEDS)
+def test_kept_states_are_those_of_the_last_seed_even_if_nothing_was_drawn(name: str) -> None:
+    kept = generators.KeptStates()
+    for seed in (1, 2, 1):
+        RESEEDS[name](seed)
+        expected = states()
+        kept.keep()
+        kept.restore(has_moved=False)
+        assert_same(states(), expected)
+        kept.keep()
+        random.random(), np.random.rand(), torch.rand(1)
+        with pytest.raises(AssertionError):  # control: they have moved
+            assert_same(states(), expected)
+        kept.restore(has_moved=True)
+        assert_same(states(), expected)
+
+
+@pytest.mark.parametrize("use", [random.random, np.random.rand, lambda: torch.rand(1)])
+def test_kept_states_are_copied_only_after_a_use(use: Callable[[], Any]) -> None:
+    kept = generators.KeptStates()
+
+    def copy() -> Any:
+        kept.keep()
+        kept.restore(has_moved=False)
+        return kept._of_torch
+
+    for _ in range(3):  # cached normal variates are looked for first
+        copy()
+    unused = copy()
+    assert copy() is unused
+    use()
+    assert copy() is not unused
 
 
 def test_preserved_generators_come_back_also_after_an_exception() -> None:

@@ -19,7 +19,6 @@ from torch.utils.data import dataloader as torch_loader
 
 from penstock.engine.loading.collate import custom_collators, is_default_collate
 from penstock.errors import warn_user
-from penstock.machine.host import memory_bytes
 from penstock.order.dataset_generators import NamedGenerators, name_generators
 from penstock.order.global_generators import replaced_bit_generator
 
@@ -205,5 +204,7 @@ _UNKNOWN_BYTES = 4 << 30
 
 def max_held_bytes() -> int:
     """Return the memory limit for ring slots that the user's batches keep: 1/4 of free memory."""
+    from penstock.machine.host import memory_bytes  # not needed for the first batch
+
     _, available_bytes = memory_bytes()
     return (available_bytes or _UNKNOWN_BYTES) // 4

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall
 from penstock.engine.loading.collate import default_collate as collate_named
@@ -398,3 +399,81 @@ def test_a_contiguous_image_among_channels_last_ones_is_copied_right() -> None:
     mixed, _ = collate_named(samples, [], keeps_channels_last=True)
     assert torch.equal(mixed, images)
     assert mixed.is_contiguous(), "one of them is not channels_last"
+
+
+# -- without workers ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:In future, it will be an error for 'np.bool_':DeprecationWarning"
+)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LEFT_OUT])
+def test_a_batch_collated_without_workers_equals_default_collate(kind: str) -> None:
+    samples = [KINDS[kind](place) for place in range(4)]
+    expected = default_collate(samples)
+    found = collate_named(samples, list(range(4)))
+    assert_same(found, expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.stride() == expected.stride()
+        assert found.storage_offset() == 0
+
+
+UNLIKE = {
+    "of another shape": np.zeros(4),
+    "of another dtype": np.zeros(3, np.float32),
+    "of another byte order": np.zeros(3, np.dtype(np.float64).newbyteorder()),
+    "with a negative stride": np.zeros(3)[::-1],
+    "a subclass": np.ma.zeros(3),
+    "of strings": np.array(["a", "b", "c"]),
+    "of objects": np.array([None, None, None]),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_arrays_that_differ_are_left_to_torch(name: str) -> None:
+    for samples in ([np.zeros(3), UNLIKE[name]], [UNLIKE[name], UNLIKE[name]]):
+        expected, found = (
+            outcome_of(default_collate, samples),
+            outcome_of(collate_named, samples, []),
+        )
+        if isinstance(expected, Exception):
+            assert isinstance(found, type(expected))
+        else:
+            assert_same(found, expected)
+
+
+def outcome_of(function: Any, *arguments: Any) -> Any:
+    """Return what a call returns or raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def test_a_batch_of_small_arrays_can_be_resized_like_torch_s_own() -> None:
+    samples = [np.zeros(3), np.zeros(3)]
+    for batch in (collate_named(samples, [0, 1]), default_collate(samples)):
+        assert batch.resize_(99).shape == (99,)
+    with pytest.raises(RuntimeError):  # control: the memory of an array
+        torch.from_numpy(np.zeros(6)).resize_(99)
+
+
+def test_small_arrays_are_stacked_without_a_tensor_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda value: made.append(1) or as_tensor(value))
+    collate_named([np.full(3, place) for place in range(8)], list(range(8)))
+    assert len(made) == 1
+    collate_named([np.full(9000, place) for place in range(8)], list(range(8)))
+    assert len(made) == 9  # control: large ones are left to torch, which makes one of each
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, torch.Tensor])
+def test_a_collator_that_the_user_registers_later_is_called(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        torch_collate.default_collate_fn_map, kind, lambda batch, collate_fn_map: "theirs"
+    )
+    assert collate_named([np.zeros(3), np.zeros(3)], [0, 1]) == "theirs"
