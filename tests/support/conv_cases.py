@@ -58,6 +58,7 @@ CASES = (
     Case(name="strided", stride=2, channels=17),
     Case(name="stride beyond kernel", stride=3, kernel=2, padding=0),
     Case(name="dilated", dilation=2, padding=2),
+    Case(name="dilated, 48 channels", dilation=2, padding=3, channels=48, outputs=32),
     Case(name="strided and dilated", dilation=2, stride=2, padding=1),
     Case(name="padding beyond kernel", padding=3),
     Case(name="grouped", groups=4, channels=16, outputs=24),
@@ -68,6 +69,7 @@ CASES = (
     Case(name="1-d", size=(19,), kernel=5, padding=2),
     Case(name="1-d, strided groups", size=(19,), stride=2, groups=2),
     Case(name="3-d", size=(5, 6, 7)),
+    Case(name="3-d, 16 channels", size=(5, 6, 7), channels=16, outputs=16),
     Case(name="3-d, strided", size=(5, 6, 7), stride=2, groups=2),
     Case(name="one place", size=(1, 1), kernel=1, padding=0),
 )

@@ -92,6 +92,8 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
     by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
     by_columns = [] if g.is_depthwise and device == "cuda" else [_COLUMNS[which]]
+    if has_triton and im2col.can_triton(g, which, dtype):
+        by_columns.insert(0, Candidate("gathered columns", _GATHERED[which], needs_triton=True))
     is_half = dtype in (torch.float16, torch.bfloat16)
     if not _has_tiles(g):
         found += [*by_triton, *by_columns, *by_winograd]
@@ -128,6 +130,9 @@ _COLUMNS: dict[Pass, Candidate] = _by_pass(
     Candidate("columns", im2col.forward),
     Candidate("columns by phases", _phases_by_columns),
     Candidate("columns", im2col.weight_gradient),
+)
+_GATHERED: dict[Pass, Run] = _by_pass(
+    im2col.triton_forward, im2col.triton_input_gradient, im2col.triton_weight_gradient
 )
 _POINTWISE: dict[Pass, Run] = _by_pass(
     pointwise.forward, pointwise.input_gradient, pointwise.weight_gradient
@@ -169,8 +174,6 @@ def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
     if not implicit_gemm.can(g, dtype):
         return []
     tiles = {"implicit product, wide": implicit_gemm.WIDE, "implicit product": implicit_gemm.NARROW}
-    if implicit_gemm.can_large(g, dtype):
-        tiles["implicit product, large"] = implicit_gemm.LARGE
     found = [
         Candidate(name, partial(_IMPLICIT[which], tile=tile), needs_triton=True)
         for name, tile in tiles.items()
@@ -221,6 +224,8 @@ def _in_channels_last(
         if by_triton and implicit_gemm.can(g, dtype):
             found.append(("implicit product", implicit_gemm.weight_gradient, True))
         found.append(("columns", _COLUMNS[which].run, False))
+        if has_triton and im2col.can_triton(replace(g, is_channels_last=True), which, dtype):
+            found.append(("gathered columns", _GATHERED[which], True))
     return [
         Candidate(f"{name}, channels turned", partial(_turned, way=run, which=which), needs_triton)
         for name, run, needs_triton in found

@@ -32,12 +32,12 @@ def _tile(num_m, num_n, GROUP_M: tl.constexpr):
 _PLAIN = [
     *("num_rows", "rows_per_split", "out_h", "out_w", "in_h", "in_w", "taps_h", "taps_w", "depth"),
     *("stride_h", "stride_w", "step_h", "step_w", "offset_h", "offset_w", "pad_h", "pad_w"),
-    *("out_d", "in_d", "taps_d", "stride_d", "step_d", "offset_d", "w_q"),
-    *("w_g", "w_r", "w_s", "num_groups", "num", "splits", "taps", "merged", "batch"),
+    *("out_d", "in_d", "taps_d", "stride_d", "step_d", "offset_d"),
+    *("num_groups", "num", "splits", "taps", "merged", "batch"),
     *("num_tiles", "tiles_h", "tiles_w", "size_h", "size_w", "first"),
 ]
-"""Arguments that Triton does not specialize kernels for. The strides of inputs and outputs are not
-listed: specializing for adjacent elements is worth another compilation."""
+"""Arguments that Triton does not specialize kernels for. Strides are not listed: a kernel compiled
+for multiples of 16 reads 16 bytes at a time, which is worth another compilation."""
 
 
 def kernel(function):
@@ -281,6 +281,40 @@ def weight_gemm(
     base = partial + (split * num_groups + group).to(tl.int64) * outputs * depth
     at = base + outs[:, None] * depth + columns[None, :]
     tl.store(at, sums, mask=is_out[:, None] & is_column[None, :])
+
+
+@kernel
+def gather_columns(
+    x, cells,
+    first, num_rows, out_d, out_h, out_w, in_d, in_h, in_w, channels, taps_d, taps_h, taps_w,
+    stride_d, stride_h, stride_w, step_d, step_h, step_w, offset_d, offset_h, offset_w,
+    x_n, x_c, x_d, x_h, x_w,
+    DEEP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Write ``cells[row, (q, r, s, c)]``, the columns of ``num_rows`` positions from ``first``.
+
+    BLOCK_C divides the number of channels. Neighboring programs write the taps of the same rows.
+    """
+    taps = taps_d * taps_h * taps_w
+    tap = tl.program_id(0) % taps
+    rows = tl.program_id(0) // taps * BLOCK_R + tl.arange(0, BLOCK_R)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    sample, places_d, places_h, places_w = _places(first + rows, out_d, out_h, out_w, DEEP)
+    q, r, s = _split_tap(tap, taps_h, taps_w, DEEP)
+    at_h = places_h * stride_h + offset_h + r * step_h
+    at_w = places_w * stride_w + offset_w + s * step_w
+    is_row = rows < num_rows
+    is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+    x_rows = x + sample * x_n + at_h * x_h + at_w * x_w
+    if DEEP:
+        at_d = places_d * stride_d + offset_d + q * step_d
+        is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
+        x_rows += at_d * x_d
+    values = tl.load(x_rows[:, None] + channel[None, :] * x_c, mask=is_inside[:, None], other=0.0)
+    to = (
+        cells + rows.to(tl.int64)[:, None] * (taps * channels) + (tap * channels + channel)[None, :]
+    )
+    tl.store(to, values, mask=is_row[:, None])
 
 
 @kernel

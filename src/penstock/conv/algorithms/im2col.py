@@ -8,6 +8,9 @@ the copy moves runs of channels, and the product is channels_last too, so there 
 Error: sums of ``C/groups * taps`` products, summed by torch's matrix product. For half types it
 sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
 
+On GPUs where Triton runs, a kernel can write the columns (``triton_*``). torch's own copy of the
+view takes several times as long.
+
 Memory in addition to inputs and results, in elements, for ``b`` samples and ``r`` rows of the first
 spatial axis in a chunk: ``b * r * positions_per_row * taps * C  +  b * padded_rows * C``. The
 second term applies only with padding. The total is at most ``cap``, or one row of one sample if
@@ -18,6 +21,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -25,7 +29,8 @@ from math import prod
 
 import torch
 
-from penstock.conv.geometry import Geometry, sum_dtype
+from penstock.conv.algorithms.triton_launch import Launch, five, kernels, three
+from penstock.conv.geometry import INPUT_GRADIENT, Geometry, Pass, Sizes, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -260,3 +265,147 @@ def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Ten
     else:
         parts = dw.view(g.groups, g.group_in, g.num_taps, g.group_out).permute(0, 3, 1, 2)
     return parts.reshape(g.out_channels, g.group_in, *g.kernel)
+
+
+# -- columns written by one kernel, in Triton ------------------------------------------------------
+
+GATHERED_PER_PROGRAM = 4096
+MAX_POSITIONS = 1 << 31
+"""The kernel indexes positions and the elements of a sample with 32 bits."""
+
+
+def can_triton(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
+    """Return True if a kernel can write the columns: in channels_last, with one group."""
+    channels = g.out_channels if which == INPUT_GRADIENT else g.in_channels
+    largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * g.num_positions)
+    return (
+        dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and (g.is_channels_last and g.groups == 1 and not g.is_pointwise)
+        and (g.is_unit_stride or which != INPUT_GRADIENT)
+        and channels % 16 == 0
+        and largest < MAX_POSITIONS
+    )
+
+
+def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """Compute ``[positions, taps * C] @ [taps * C, O]``."""
+    depth = g.num_taps * g.in_channels
+    if w.is_contiguous(memory_format=_LAST[g.num_dims]):
+        weights = w.as_strided((depth, g.out_channels), (1, depth))
+    else:
+        weights = w.movedim(1, -1).reshape(g.out_channels, depth).t()
+    product = _multiply(_gathers(g, x, cap_bytes), x, weights)
+    return product.as_strided(*_layout(g, g.batch, g.out_channels, g.out_size))
+
+
+def triton_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """Compute ``[positions, taps * O] @ [taps * O, C]``. The stride is 1."""
+    weights = w.movedim((0, 1), (-2, -1)).reshape(-1, g.in_channels)
+    product = _multiply(_gathers(g, dy, cap_bytes, is_backward=True), dy, weights)
+    return product.as_strided(*_layout(g, g.batch, g.in_channels, g.in_size))
+
+
+def triton_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> torch.Tensor:
+    """Compute ``[O, positions] @ [positions, taps * C]``. Chunks are added in float32."""
+    num, outputs = g.batch * g.num_positions, g.out_channels
+    if dy.is_contiguous(memory_format=_LAST[g.num_dims]):
+        errors = dy.as_strided((outputs, num), (1, outputs))
+    else:
+        errors = dy.movedim(1, -1).reshape(num, outputs).t()
+    gathers = _gathers(g, x, cap_bytes)
+    cells = gathers[0].new_cells(x)
+    dw: torch.Tensor | None = None
+    for gather in gathers:
+        first, last = gather.rows
+        part = errors if len(gathers) == 1 else errors[:, first:last]
+        product = torch.mm(part, gather.fill(x, cells))
+        dw = product if dw is None else dw.to(sum_dtype(x)).add_(product)
+    assert dw is not None
+    return dw.to(x.dtype).as_strided(*_layout(g, outputs, g.in_channels, g.kernel))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(g: Geometry, num: int, channels: int, size: Sizes) -> tuple[Sizes, Sizes]:
+    """Return shape and strides of a result ``[num, channels, *size]``."""
+    return (num, channels, *size), g.strides(channels, size)
+
+
+_LAST = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """Writes the columns ``[positions, depth]`` of a range of positions."""
+
+    rows: tuple[int, int]
+    depth: int
+    launch: Launch
+
+    def new_cells(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty(
+            (self.rows[1] - self.rows[0], self.depth), dtype=x.dtype, device=x.device
+        )
+
+    def fill(self, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        num = self.rows[1] - self.rows[0]
+        self.launch(x, cells)
+        return cells if len(cells) == num else cells[:num]
+
+
+def _multiply(gathers: list[_Gather], x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Multiply the columns of all positions with the weights, under the memory cap."""
+    cells = gathers[0].new_cells(x)
+    if len(gathers) == 1:
+        return torch.mm(gathers[0].fill(x, cells), weights)
+    result = x.new_empty((gathers[-1].rows[1], weights.shape[1]))
+    for gather in gathers:
+        first, last = gather.rows
+        torch.mm(gather.fill(x, cells), weights, out=result[first:last])
+    return result
+
+
+def _gathers(
+    g: Geometry, x: torch.Tensor, cap_bytes: int, *, is_backward: bool = False
+) -> list[_Gather]:
+    return _plan_gathers(g, x.stride(), x.element_size(), x.device, cap_bytes, is_backward)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_gathers(
+    g: Geometry, strides: Sizes, num_bytes: int, device: object, cap_bytes: int, is_backward: bool
+) -> list[_Gather]:
+    """Return what writes the columns, in ranges of positions under the memory cap.
+
+    Args:
+        device: Launches are bound to it.
+        is_backward: The columns are those of ``dy``, for an input gradient with stride 1.
+    """
+    if is_backward:
+        channels, in_size, out_size = g.out_channels, g.out_size, g.in_size
+        step, offset = tuple(-d for d in g.dilation), g.padding
+    else:
+        channels, in_size, out_size = g.in_channels, g.in_size, g.out_size
+        step, offset = g.dilation, tuple(-p for p in g.padding)
+    block_c = min(256, channels & -channels)
+    block_r = GATHERED_PER_PROGRAM // block_c
+    depth, num_rows = channels * g.num_taps, g.batch * prod(out_size)
+    each = max(1, min(num_rows, cap_bytes // (depth * num_bytes)))
+    found = []
+    for first in range(0, num_rows, each):
+        num = min(each, num_rows - first)
+        launch = Launch(
+            kernels().gather_columns,
+            (-(-num // block_r) * g.num_taps, channels // block_c),
+            (
+                *(first, num, *three(out_size, 1), *three(in_size, 1), channels),
+                *(*three(g.kernel, 1), *three(g.stride, 1), *three(step, 0), *three(offset, 0)),
+                *five(strides),
+            ),
+            {"DEEP": g.num_dims == 3, "BLOCK_R": block_r, "BLOCK_C": block_c},
+        )
+        found.append(_Gather((first, first + num), depth, launch))
+    return found

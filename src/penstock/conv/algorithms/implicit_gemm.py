@@ -55,28 +55,19 @@ def _by_type(float32: Block, half: Block) -> dict[torch.dtype, Block]:
     return {torch.float32: float32, torch.float16: half, torch.bfloat16: half}
 
 
-# The tiles to try: the best of nine on an H200, for eight layers. The large one is for matrix units
-# and many channels. penstock.conv.tuning picks one per shape.
-WIDE, NARROW, LARGE = "wide", "narrow", "large"
+# The tiles to try: the best of ten on an H200, for nine layers. penstock.conv.tuning picks one per
+# shape.
+WIDE, NARROW = "wide", "narrow"
 TILES = {
     WIDE: _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4)),
-    NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(128, 64, 64, 4, 4)),
-    LARGE: _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 64, 8, 3)),
+    NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 128, 64, 4, 3)),
 }
-LARGE_FROM = 128
-"""Channels and outputs of a group that make a large tile worthwhile."""
 
 
 def can(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True if the kernels can compute this convolution."""
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
     return dtype in TILES[WIDE] and largest < MAX_ELEMENTS
-
-
-def can_large(g: Geometry, dtype: torch.dtype) -> bool:
-    """Return True for half types with many channels in each group."""
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return is_half and can(g, dtype) and min(g.group_in, g.group_out) >= LARGE_FROM
 
 
 def _block(outputs: int, channels: int, depth: int, base: Block) -> Block:
@@ -314,7 +305,6 @@ of an H200."""
 WEIGHT_TILES = {
     WIDE: _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 64, 64, 4, 3)),
     NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 64, 32, 4, 4)),
-    LARGE: _by_type(Block(64, 128, 16, 8, 3), half=Block(128, 128, 64, 4, 3)),
 }
 
 

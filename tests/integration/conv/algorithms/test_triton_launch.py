@@ -41,8 +41,11 @@ CASES = (
     conv_cases.Case(name="3-d, strided", size=(4, 3, 5), stride=2, channels=4, groups=2, outputs=2),
     conv_cases.Case(name="3-d, dilated", size=(4, 5, 4), stride=2, dilation=2, channels=2, batch=1),
     conv_cases.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
+    conv_cases.Case(name="gathered", channels=48, outputs=16, kernel=5, dilation=2, size=(6, 7)),
+    conv_cases.Case(name="gathered, strided", channels=16, outputs=5, stride=2, size=(6, 7)),
+    conv_cases.Case(name="gathered, 3-d", channels=16, outputs=16, size=(3, 4, 3)),
 )
-WORDS = ("implicit", "lanes", "fused", "folded product", "merged")
+WORDS = ("implicit", "lanes", "fused", "folded product", "merged", "gathered")
 seen = set()
 for case in CASES:
     exact = conv_cases.exact(case, torch.float32)
@@ -52,7 +55,8 @@ for case in CASES:
             for way in candidates(g, which, torch.float32, "cpu"):
                 if not any(word in way.name for word in WORDS):
                     continue
-                result = way.run(g, *exact.arguments(which), 1 << 20)
+                cap = 8192 if "gathered" in way.name else 1 << 20  # a few rows at a time
+                result = way.run(g, *exact.arguments(which), cap)
                 off = conv_cases.distance(result, exact.results[which], exact.scales[which])
                 assert off <= conv_cases.bound(way.name, torch.float32), (case, which, way, off)
                 seen.add(way.name)
@@ -75,8 +79,8 @@ def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(
         [
-            *("depthwise lanes", "folded product", "implicit product", "implicit product, wide"),
-            *("merged groups", "winograd, fused"),
+            *("depthwise lanes", "folded product", "gathered columns", "implicit product"),
+            *("implicit product, wide", "merged groups", "winograd, fused"),
         ]
     )
 
