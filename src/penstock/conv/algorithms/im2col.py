@@ -371,17 +371,22 @@ def _multiply(gathers: list[_Gather], x: torch.Tensor, weights: torch.Tensor) ->
 def _gathers(
     g: Geometry, x: torch.Tensor, cap_bytes: int, *, is_backward: bool = False
 ) -> list[_Gather]:
-    return _plan_gathers(g, x.stride(), x.element_size(), x.device, cap_bytes, is_backward)
+    return _plan_gathers(g, x.dtype, x.device, x.stride(), cap_bytes, is_backward)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan_gathers(
-    g: Geometry, strides: Sizes, num_bytes: int, device: object, cap_bytes: int, is_backward: bool
+    g: Geometry,
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sizes,
+    cap_bytes: int,
+    is_backward: bool,
 ) -> list[_Gather]:
     """Return what writes the columns, in ranges of positions under the memory cap.
 
     Args:
-        device: Launches are bound to it.
+        device: Launches are bound to it, and to the dtype.
         is_backward: The columns are those of ``dy``, for an input gradient with stride 1.
     """
     if is_backward:
@@ -393,7 +398,7 @@ def _plan_gathers(
     block_c = min(256, channels & -channels)
     block_r = GATHERED_PER_PROGRAM // block_c
     depth, num_rows = channels * g.num_taps, g.batch * prod(out_size)
-    each = max(1, min(num_rows, cap_bytes // (depth * num_bytes)))
+    each = max(1, min(num_rows, cap_bytes // (depth * torch.finfo(dtype).bits // 8)))
     found = []
     for first in range(0, num_rows, each):
         num = min(each, num_rows - first)

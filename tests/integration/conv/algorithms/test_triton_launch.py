@@ -41,7 +41,7 @@ CASES = (
     conv_cases.Case(name="3-d, strided", size=(4, 3, 5), stride=2, channels=4, groups=2, outputs=2),
     conv_cases.Case(name="3-d, dilated", size=(4, 5, 4), stride=2, dilation=2, channels=2, batch=1),
     conv_cases.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
-    conv_cases.Case(name="gathered", channels=48, outputs=16, kernel=5, dilation=2, size=(6, 7)),
+    conv_cases.Case(name="gathered", channels=48, outputs=16, dilation=2, padding=3, size=(6, 7)),
     conv_cases.Case(name="gathered, strided", channels=16, outputs=5, stride=2, size=(6, 7)),
     conv_cases.Case(name="gathered, 3-d", channels=16, outputs=16, size=(3, 4, 3)),
 )
