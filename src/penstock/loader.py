@@ -29,9 +29,9 @@ from penstock.machine.own_memory import note_imports
 from penstock.options import (
     LoaderOptions,
     Tracing,
-    check_batch_size,
     check_count,
     check_num_workers,
+    check_sizes,
     describe_options,
     options_of,
     read_options,
@@ -130,7 +130,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         **options: Unpack[LoaderOptions],
     ) -> None:
         self._set_options(dataset, options, prefetch_factor)
-        check_batch_size("batch_size", batch_size)
+        check_sizes(batch_size, prefetch_factor)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
             from penstock.machine.collect import quick_facts

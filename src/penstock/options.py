@@ -92,16 +92,23 @@ def check_seed(name: str, seed: Any) -> int:
     return value
 
 
-def check_batch_size(name: str, batch_size: Any) -> None:
-    """Refuse a string, which torch's own message shows like a number. torch checks the rest.
+def check_sizes(batch_size: Any, prefetch_factor: Any) -> None:
+    """Refuse a string, which torch's message shows like a number, and prefetch_factor=0.
+
+    torch checks the rest. It accepts prefetch_factor=0, but cannot iterate then.
 
     Example:
-        >>> check_batch_size("batch_size", 8)
+        >>> check_sizes(8, None)
     """
     if isinstance(batch_size, str):
         raise BadArgument(
-            f"{name}={batch_size!r} is a string, not an integer",
-            remedy=f"DataLoader(..., {name}=int({batch_size!r}))",
+            f"batch_size={batch_size!r} is a string, not an integer",
+            remedy=f"DataLoader(..., batch_size=int({batch_size!r}))",
+        )
+    if prefetch_factor == 0:
+        raise BadArgument(
+            "prefetch_factor=0 would load no batch. It must be at least 1",
+            remedy="DataLoader(...) without prefetch_factor",
         )
 
 
@@ -540,10 +547,33 @@ def read_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         'skip'
     """
     known = options_of(kind)
+    if kind is LoaderOptions and not options_of(SharedOptions).keys() <= given.keys():
+        given = run_defaults.complete(given)
     return {
         name: option.check(name, given[name]) if name in given else option.default
         for name, option in known.items()
     }
+
+
+class RunDefaults:
+    """Options of ``penstock run`` for loaders of the script that are Penstock's own.
+
+    A value that the script gives takes precedence. Patched loaders give all shared options.
+    """
+
+    NAMES = ("on_error", "max_bad", "bad_samples_file", "max_restarts", "sample_timeout_s")
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.num_loaders = 0
+
+    def complete(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a new loader."""
+        self.num_loaders += 1
+        return {**self.values, **given}
+
+
+run_defaults = RunDefaults()
 
 
 def refuse_unknown(

@@ -192,6 +192,8 @@ def pool_map(workers: int) -> Map:
             collate_fn=_as_it_is,
             in_order=False,
             randomness="worker",
+            on_error="raise",  # also below `penstock run --on-error skip`
+            sample_timeout_s=None,
             **depth,
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from penstock import DataLoader
+from penstock import DataLoader, patched
 from penstock.errors import BadArgument
 from support import leftovers
 from support.datasets import Numbers, Shards, collect, differences
@@ -258,3 +258,14 @@ def test_the_plan_of_threads_over_an_iterable_dataset_says_why_there_is_one() ->
     plan = DataLoader(Shards(), num_workers=3, pool="thread").plan
     assert plan.num_workers.value == 1
     assert plan.num_workers.source == "rule"
+
+
+@legacy
+def test_no_prefetch_is_refused_instead_of_waiting_for_ever() -> None:
+    with pytest.raises(ValueError, match="prefetch_factor=0 would load no batch"):
+        DataLoader(Numbers(), num_workers=1, prefetch_factor=0)
+    if torch.__version__.startswith("1."):
+        return  # torch 1 refuses it when the loader is created
+    loader = TorchDataLoader(Numbers(), num_workers=1, prefetch_factor=0)
+    with patched(), pytest.raises(BadArgument, match="prefetch_factor=0 would load no batch"):
+        iter(loader)

@@ -19,7 +19,7 @@ from penstock.cli.bench_dataset import BenchDataset
 from penstock.cli.user_code import describe_error, place_of
 from penstock.errors import BadTarget
 from penstock.machine.host import usable_cores
-from penstock.machine.other_load import describe_load
+from penstock.machine.other_load import cores_for, measure_load, say_load
 from penstock.planning.sample_timing import spread_indices, time_samples
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NEAR_BEST = 0.95
 """Rates above this fraction of the best count as equal. The fewest workers are then recommended."""
 NOISY, MAX_NOISE = 0.1, 0.5
+MOSTLY_WAITING = 0.15
+"""Samples that compute for less of their time wait for something else than a core."""
 MAX_SAMPLES = 100_000
 NUM_KEPT = 64
 
@@ -70,6 +72,8 @@ class BenchResult:
     runs: list[WorkersRate] = field(default_factory=list)
     timeline: Timeline | None = None
     """Timeline of the recommended run."""
+    busy_share: float = 1.0
+    """Share of the time of ``dataset[i]`` that is computing. The rest is waiting."""
     load: str = ""
     """A sentence about other programs, if they kept the machine busy before the first run."""
 
@@ -131,7 +135,8 @@ def measure(
     from penstock.trace.simulator import predict_rate
 
     result = BenchResult(name=source.name, batch_size=batch_size)
-    result.load = describe_load(usable_cores())
+    cores, used = usable_cores(), measure_load()
+    result.load = say_load(used, cores)
     tell("one sample at a time")
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
@@ -147,6 +152,11 @@ def measure(
         predicted = None
         if previous is not None and previous.num_batches > 3:
             predicted = predict_rate(previous.model, count)
+            if result.load and predicted is not None and result.busy_share > MOSTLY_WAITING:
+                before, after = (
+                    cores_for(n, cores, used) for n in (result.runs[-1].workers, count)
+                )
+                predicted = min(predicted, result.runs[-1].rate * after / before)
         timeline = _run(endless, batch_size, source.collate_fn, count, seconds)
         account = timeline.account
         result.runs.append(
@@ -202,6 +212,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     late_ms = times_s[len(times_s) * 95 // 100] * 1e3
     note = f"95% within {late_ms:.3g} ms; computing {busy_share:.0%}, waiting {1 - busy_share:.0%}"
     middle_ms = times_s[len(times_s) // 2] * 1e3
+    result.busy_share = busy_share
     result.stages.append(StageTime(name="dataset[i]", sample_ms=middle_ms, note=note))
     collate = source.collate_fn or default_collate
     batch = list(itertools.islice(itertools.cycle(kept), result.batch_size))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
 from penstock.cli.user_code import last_line, place_of
@@ -86,7 +87,7 @@ def execute(options: argparse.Namespace) -> None:
             )
     except KeyboardInterrupt:
         print(f"Interrupted. Run the same command to continue: {command}", file=sys.stderr)
-        raise
+        sys.exit(INTERRUPTED)
     except PenstockError:
         raise
     except Exception as error:

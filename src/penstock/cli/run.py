@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from penstock.cli.parser import CommandParser, add_loader_options, one_of, percent
 from penstock.cli.run_seeds import hash_notes, restart_with_hash_seed, seed_early, seed_torch
 from penstock.errors import BadArgument, BadTrace, PenstockError
-from penstock.options import PatchOptions, options_of
+from penstock.options import PatchOptions, RunDefaults, options_of, run_defaults
 
 if TYPE_CHECKING:
     from penstock.conv.bypass import Bypass
@@ -116,6 +116,7 @@ class _PatchedRun:
         self._forks: list[None] = []
         self._seeded = ""
         self._notes: list[str] = []
+        self._given: list[str] = []
         self._bypass: Bypass | None = None
         self._trace: _RunTrace | None = None
 
@@ -146,6 +147,7 @@ class _PatchedRun:
             if trace is not None or max_wait is not None:
                 self._trace = _RunTrace(trace, max_wait)
             self._report = patch(**patch_options)
+            self._give_defaults(patch_options)
         except PenstockError as error:
             print(f"penstock: the script runs without Penstock. {error}", file=sys.stderr)
             return
@@ -161,10 +163,34 @@ class _PatchedRun:
         os.environ.setdefault(NESTED, str(self._owner))
         atexit.register(self.print)
 
+    def _give_defaults(self, patch_options: dict[str, Any]) -> None:
+        """Give the options of the command to loaders of the script that are Penstock's own."""
+        known = options_of(PatchOptions)
+        self._given = [name for name in _OPTIONS if patch_options[name] != known[name].default]
+        named = [name for name in self._given if name in RunDefaults.NAMES]
+        run_defaults.values = {name: patch_options[name] for name in named}
+        run_defaults.num_loaders = 0
+
+    def _own_loaders(self) -> list[str]:
+        """Return notes about loaders of the script that are Penstock's own."""
+        if not run_defaults.num_loaders:
+            return []
+        known, lines = options_of(PatchOptions), []
+        applied = [known[name].flag for name in run_defaults.values]
+        if applied:
+            flags = ", ".join(applied)
+            lines = [f"{flags}: also for penstock.DataLoader in the script, unless it sets it"]
+        others = {*self._given} - {*run_defaults.values, "seed", "trace"}
+        if others:
+            flags = ", ".join(known[name].flag for name in _OPTIONS if name in others)
+            lines.append(f"{flags}: not for penstock.DataLoader in the script, which sets its own")
+        return lines
+
     def _own_processes(self) -> list[str]:
         """Return notes about the start method and the processes of the script."""
         import multiprocessing
 
+        from penstock.engine.parent.forked_child import ForkedChild
         from penstock.engine.parent.launcher import Launcher
 
         lines = []
@@ -174,7 +200,7 @@ class _PatchedRun:
                 f"the script sets multiprocessing's start method to {method!r}. It applies to the "
                 "script's processes, not to Penstock's workers"
             )
-        num_forks = len(self._forks) - Launcher.num_forks
+        num_forks = len(self._forks) - Launcher.num_forks - ForkedChild.num_forks
         if num_forks > 0:
             lines.append(
                 f"the script forked {num_forks} process(es). Their loaders also run on Penstock's "
@@ -198,9 +224,11 @@ class _PatchedRun:
             return
         if not report.num_loaders:
             what = "no DataLoader was iterated"
-            if self._trace is not None and self._trace.has_loaders:
+            if run_defaults.num_loaders:
                 what = "the script uses Penstock's DataLoader itself"
-            lines = [f"{what}, so nothing was changed{self._seeded}"]
+            change = "" if run_defaults.values else ", so nothing was changed"
+            lines = [f"{what}{change}{self._seeded}"]
+            lines += [f"note: {line}" for line in self._own_loaders()]
             lines += [f"note: {line}" for line in explain_unreached()]
             lines += [] if self._trace is None else self._trace.write()
         else:
@@ -214,7 +242,13 @@ class _PatchedRun:
             if report.num_bad:
                 lines.append(f"recovered: {report.num_bad} bad sample(s) were skipped or replaced")
             lines += [
-                f"note: {line}" for line in (*report.notes, *self._notes, *self._own_processes())
+                f"note: {line}"
+                for line in (
+                    *report.notes,
+                    *self._notes,
+                    *self._own_loaders(),
+                    *self._own_processes(),
+                )
             ]
         if self._bypass is not None:
             lines.append(str(self._bypass))
@@ -239,10 +273,6 @@ class _RunTrace:
         self._max_wait = max_wait
         self._recorders = keep_recorders()
         self._lines: list[str] = []
-
-    @property
-    def has_loaders(self) -> bool:
-        return bool(self._recorders)
 
     def _timeline(self) -> Timeline:
         from penstock.trace.recorder import merge_records

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from penstock.errors import BadTarget
 
@@ -171,7 +172,8 @@ def _suggest(target: ScriptObject) -> str:
         for alias in node.names
     }
     kinds = {getattr(node, "name", ""): type(node) for node in target.tree.body}
-    names = [name for name in bound_names(target.tree) if not name.startswith("_")]
+    useless = {node.name for node in target.tree.body if _only_acts(node)}
+    names = [n for n in bound_names(target.tree) if not n.startswith("_") and n not in useless]
     if target.command == "verify":  # needs a loader, or a function that creates one
         names = [name for name in names if kinds.get(name) is not ast.ClassDef]
     own = [name for name in names if name not in imported]
@@ -183,6 +185,15 @@ def _suggest(target: ScriptObject) -> str:
     rest = " packed/" if target.command == "pack" else ""
     others = f"  (or {', '.join(own[1:])})" if own[1:] else ""
     return f"penstock {target.command} {target.script}:{own[0]}{rest}{others}"
+
+
+def _only_acts(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return True for a function that cannot create a dataset or loader, such as ``main``."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    inner = _outside_scopes(node)
+    has_value = any(isinstance(part, ast.Return) and part.value is not None for part in inner)
+    return not has_value or node.name == "main"
 
 
 def _unlikeliness(name: str, command: str, kind: type | None) -> tuple[bool, bool]:

@@ -38,6 +38,21 @@ def say_load(used: float, cores: int) -> str:
     )
 
 
+def cores_for(num_workers: int, cores: int, used: float) -> float:
+    """Return the cores that workers get at most beside programs that use ``used`` cores.
+
+    Processes share the cores evenly. Without workers, the training process loads.
+
+    Example:
+        >>> cores_for(1, 2, used=0.0), cores_for(4, 2, used=0.0)
+        (1.0, 2.0)
+        >>> cores_for(1, 2, used=2.0), cores_for(2, 2, used=2.0)
+        (0.6666666666666666, 1.0)
+    """
+    num_processes = max(1, num_workers)
+    return min(float(num_processes), cores * num_processes / max(num_processes + used, cores))
+
+
 def measure_load(interval_s: float = _INTERVAL_S) -> float:
     """Return the number of this process's cores that other programs keep busy, or 0 if unknown.
 

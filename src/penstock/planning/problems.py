@@ -114,7 +114,7 @@ def _check_start_method(machine: Machine, plan: Plan) -> Iterable[Problem]:
             severity="harm" if is_unsafe else "note",
             what="multiprocessing's start method was set to 'fork'",
             why="a forked child of a process that uses a GPU or threads hangs or crashes; "
-            "Penstock does not fork its workers from this process, but PyTorch and others do",
+            "Penstock ignores this setting, but PyTorch and others follow it",
             cure="multiprocessing.set_start_method('spawn', force=True)",
         )
         return
@@ -134,8 +134,8 @@ def _check_gpu_context(machine: Machine, plan: Plan) -> Iterable[Problem]:
             code="gpu-context",
             severity="note",
             what="this process holds a GPU context before the first batch",
-            why="children forked from it cannot use the GPU; Penstock's workers are not forked "
-            "from it",
+            why="children forked from it cannot use the GPU; Penstock's workers come from a "
+            "process that has none",
             cure="DataLoader(..., multiprocessing_context=None)",
         )
 

@@ -133,7 +133,13 @@ class Verdict:
         if self.difference is not None:
             lines.append(str(self.difference))
         elif self.is_same:
-            lines.append("The same bits under every setting.")
+            num_skipped = sum(row.outcome == "skipped" for row in self.rows)
+            lines.append(
+                "The same bits under every setting."
+                if not num_skipped
+                else f"The same bits under the {len(self.rows) - num_skipped} settings that were "
+                f"run. {num_skipped} {'was' if num_skipped == 1 else 'were'} skipped."
+            )
         elif any(row.outcome == "differs" for row in self.rows):
             lines.append("The bits differ.")
         else:

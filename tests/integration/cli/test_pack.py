@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,37 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     again = run(tmp_path, "data:dataset", "out", "--on-error", "skip")
     assert again.returncode == 2
     assert "AlreadyThere: [F05] " in again.stderr
+
+
+SLOW = """
+import time
+
+class Slow:
+    def __len__(self):
+        return 100_000
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return i
+
+dataset = Slow()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal for one process")
+def test_ctrl_c_is_reported_once_with_the_command_that_continues(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(SLOW)
+    command = [sys.executable, "-m", "penstock", "pack", "data.py:dataset", "out"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
+        limit_s = time.monotonic() + 240
+        while not (tmp_path / "out").exists():  # packing has begun
+            assert program.poll() is None
+            assert time.monotonic() < limit_s
+            time.sleep(0.05)
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=240)
+    assert program.returncode == 130
+    assert said.count("Interrupted") == 1, said
+    assert "continue: penstock pack data.py:dataset out" in said
 
 
 TRAINS = """

@@ -130,6 +130,23 @@ os.chdir("elsewhere")
 {BAD}
 print(os.listdir("."), sorted(os.listdir("..")))
 """
+OWN = """
+from penstock import DataLoader
+
+class Torn:
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        if i == 5:
+            raise ValueError("torn")
+        return i
+
+def load(**options):
+    loader = DataLoader(Torn(), batch_size=8, num_workers=1, **options)
+    return [batch.tolist() for batch in loader]
+
+print(load(), load(on_error=lambda index, error: -1))
+"""
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "asked first": (ASKED_FIRST, ("--seed", "7")),
     "early": (EARLY, ("--seed", "7")),
@@ -143,6 +160,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "strange": (STRANGE, ()),
     "failing": (FAILING, ()),
     "nested": (NESTED, ()),
+    "own": (OWN, ("--on-error", "skip", "--workers", "0")),
+    "own, without options": (OWN, ()),
 }
 LEGACY = ("early", "kept", "seeded", "seeded, inline", "seeded, killed", "unseeded")
 """Programs that the legacy leg runs. Skipping the others saves half a minute."""
@@ -193,6 +212,19 @@ def test_torch_may_be_asked_for_before_it_is_imported(ends: dict[str, Any]) -> N
     end = end_of("asked first", ends)
     assert end.stdout == end_of("seeded", ends).stdout
     assert "2 loaders ran on Penstock's engine" in end.stderr
+
+
+def test_options_also_apply_to_penstock_s_own_loaders(ends: dict[str, Any]) -> None:
+    end = end_of("own", ends)
+    assert end.stdout == "[[0, 1, 2, 3, 4, 6, 7]] [[0, 1, 2, 3, 4, -1, 6, 7]]\n"
+    lines = [line for line in end.stderr.splitlines() if line.startswith("penstock: ")]
+    assert lines[0] == "penstock: the script uses Penstock's DataLoader itself"
+    assert lines[1].startswith("penstock: note: --on-error: also for penstock.DataLoader")
+    assert lines[2].startswith("penstock: note: --workers: not for penstock.DataLoader")
+    assert "the script forked" not in end.stderr  # the fork server may be a fork of the script
+    control = end_of("own, without options", ends, status=1)
+    assert "ValueError: torn" in control.stderr
+    assert "DataLoader itself, so nothing was changed" in control.stderr
 
 
 @legacy

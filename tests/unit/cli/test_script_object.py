@@ -129,7 +129,7 @@ def test_what_is_imported_is_not_suggested(tmp_path: Path) -> None:
 CLASSES = """
 class TrainSet: ...
 photo_set = TrainSet()
-def make_loader(): ...
+def make_loader(): return photo_set
 """
 
 
@@ -149,3 +149,34 @@ def test_a_suggestion_is_a_whole_line_that_could_work(
     with pytest.raises(BadTarget) as caught:
         find_script_object(f"{script}:xyz", command)
     assert str(caught.value).endswith(said)
+
+
+ACTS = """
+def get_data():
+    return list(range(8))
+
+def main():
+    return train(get_data())
+
+def train(data):
+    for _ in data:
+        pass
+
+def build_all():
+    def inner():
+        return 1
+"""
+
+
+@pytest.mark.parametrize("command", ["verify", "pack", "doctor", "bench"])
+def test_a_function_that_trains_is_not_suggested(tmp_path: Path, command: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ACTS)
+    with pytest.raises(BadTarget) as caught:
+        find_script_object(f"{script}", command)
+    suggested = str(caught.value).rpartition("program.py:")[2]
+    assert suggested.startswith("get_data")
+    assert not [name for name in ("main", "train", "build_all") if name in suggested]
+    assert (
+        find_script_object(f"{script}:main", command).name == "main"
+    )  # if it is named, it is used

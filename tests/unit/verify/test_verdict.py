@@ -26,6 +26,13 @@ def test_a_verdict_is_true_only_if_nothing_differs_and_nothing_failed(
     assert bool(Verdict(rows=rows)) is Verdict(rows=rows).is_same is is_same
 
 
+def test_settings_that_were_skipped_are_not_claimed() -> None:
+    assert str(Verdict(rows=(SAME, SAME))).endswith("The same bits under every setting.")
+    skipped = str(Verdict(rows=(SAME, SAME, SKIPPED)))
+    assert skipped.endswith("The same bits under the 2 settings that were run. 1 was skipped.")
+    assert "every setting" not in skipped
+
+
 def test_a_verdict_survives_json_and_says_all() -> None:
     cause = Cause(code="time", text="it is the clock", cure="no clock", evidence=("seen twice",))
     difference = Difference(

@@ -24,7 +24,7 @@ from penstock.engine.memory.shared_list import SharedList
 _NAMES = (
     *("samples", "imgs"),  # torchvision folders: pairs of path and class
     *("im_files", "img_files", "image_files", "image_paths", "img_paths"),  # Ultralytics
-    *("paths", "files", "filenames", "file_paths"),
+    *("paths", "files", "filenames", "file_paths", "items", "images"),
 )
 _MAX_DEPTH = 16
 _MAX_LENGTH = 4096

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from penstock.engine.parent import clean_process
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
@@ -31,6 +31,9 @@ from penstock.machine.native_threads import single_threaded_openblas, wait_for_t
 
 class ForkedChild:
     """A child process, with the part of ``subprocess.Popen`` that the fork server needs."""
+
+    num_forks: ClassVar[int] = 0
+    """Number of times that :func:`fork_child` forked this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -99,6 +102,7 @@ def _fork(call: str, fd: int) -> int:
     gc.disable()  # no finalizer of an object of the user's may run in the child
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = -1
+    ForkedChild.num_forks += 1
     try:
         pid = os.fork()
         if pid == 0:

@@ -43,7 +43,10 @@ class Hostile:
 
 @pytest.mark.parametrize(
     "name",
-    ["samples", "imgs", "paths", "files", "filenames", "image_files", "im_files", "img_files"],
+    [
+        *("samples", "imgs", "items", "images"),
+        *("paths", "files", "filenames", "image_files", "im_files", "img_files"),
+    ],
 )
 def test_the_lists_of_known_libraries_are_found(name: str) -> None:
     assert find_path(Images(name), 4) == "data/4.jpg"
