@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from penstock.verify.comparison import verify as verify
     from penstock.verify.verdict import Verdict as Verdict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "DataLoader": "penstock.loader",

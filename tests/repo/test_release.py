@@ -30,6 +30,13 @@ print(loader.plan.start_method.value)
 """
 
 
+FIND_NEEDS = """
+import importlib.util, pathlib, sys
+origins = [importlib.util.find_spec(name).origin for name in sys.argv[1:]]
+print(*{str(pathlib.Path(origin).parents[1]) for origin in origins}, sep="\\n")
+"""
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("hatchling") is None and "CI" not in os.environ:
@@ -71,18 +78,24 @@ def test_the_sdist_has_what_the_tests_and_documents_need(archives: Path) -> None
     assert {"src/penstock/loader.py", "tests/conftest.py", "docs/index.md"} <= names
 
 
-def test_the_wheel_works_in_an_empty_environment(archives: Path, tmp_path: Path) -> None:
-    """Dependencies come from this environment, so torch is not downloaded again."""
+@pytest.mark.parametrize("leg", ["core", "vision", "legacy"])
+def test_the_wheel_works_in_an_empty_environment(archives: Path, tmp_path: Path, leg: str) -> None:
+    """Each leg has its own Python and torch. Dependencies come from the leg's environment."""
+    source = sys.executable
+    if leg != "core":
+        source = str(REPO / f".venv-{leg}" / "bin" / "python")
+        if not (REPO / f".venv-{leg}" / ".ready").exists():
+            pytest.skip(f"no environment of the leg: make env-{leg}")
     (wheel,) = archives.glob("*.whl")
-    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], tmp_path)
+    run([source, "-m", "venv", "--without-pip", str(tmp_path / "new")], tmp_path)
     is_windows = os.name == "nt"
     binaries = tmp_path / "new" / ("Scripts" if is_windows else "bin")
     python = str(binaries / ("python.exe" if is_windows else "python"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     run([*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", str(wheel)], tmp_path)
     place = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path)
-    borrowed = {str(Path(str(importlib.util.find_spec(name).origin)).parents[1]) for name in NEEDS}
-    (Path(place.strip()) / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
+    borrowed = run([source, "-c", FIND_NEEDS, *sorted(NEEDS)], tmp_path)
+    (Path(place.strip()) / "borrowed.pth").write_text(borrowed, encoding="utf-8")
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     assert run([python, "script.py"], tmp_path).strip() in ("forkserver", "spawn")
     told = run([str(binaries / "penstock"), "--version"], tmp_path)
@@ -93,7 +106,9 @@ def test_the_version_stands_in_one_place() -> None:
     text = (REPO / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"{penstock.__version__}"' not in text
     assert 'dynamic = ["version"]' in text
-    assert "## [Unreleased]" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
+    changes = (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## [Unreleased]" in changes
+    assert f"## [{penstock.__version__}] - 20" in changes
 
 
 # Statements in SECURITY.md about the code
