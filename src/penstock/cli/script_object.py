@@ -173,6 +173,8 @@ def _suggest(target: ScriptObject) -> str:
     }
     kinds = {getattr(node, "name", ""): type(node) for node in target.tree.body}
     useless = {node.name for node in target.tree.body if _only_acts(node)}
+    loops = [node.target for node in ast.walk(target.tree) if isinstance(node, ast.For)]
+    useless |= {n.id for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Name)}
     names = [n for n in bound_names(target.tree) if not n.startswith("_") and n not in useless]
     if target.command == "verify":  # needs a loader, or a function that creates one
         names = [name for name in names if kinds.get(name) is not ast.ClassDef]

@@ -208,7 +208,7 @@ def test_settings_that_a_factory_does_not_take_are_skipped_and_said() -> None:
         row.setting: row for row in penstock.verify(ours(), workers=(0, 2), new_process=False).rows
     }
     assert rows["2 workers, threads"].outcome == "skipped"
-    assert "does not take pool" in rows["2 workers, threads"].note
+    assert "does not accept pool" in rows["2 workers, threads"].note
     handed_on = penstock.verify(
         lambda **settings: TorchDataLoader(Numbers(), **settings),
         workers=(0,),
@@ -250,7 +250,7 @@ def test_progress_is_told() -> None:
     ("make_loader", "arguments", "words"),
     [
         (5, {}, "must be a function"),
-        (lambda dataset: dataset, {}, "needs dataset"),
+        (lambda dataset: dataset, {}, "requires dataset"),
         (list, {}, "gave no batch"),
         (lambda: [1], {"epochs": 0}, "epochs=0"),
         (lambda: [1], {"workers": ()}, "nothing to compare"),
