@@ -170,9 +170,7 @@ def choose_start_method(machine: Machine, request: LoaderRequest) -> Choice:
             "spawn", "without /proc, it is unknown whether a process is safe to fork", "rule"
         )
     if machine.os == "linux":
-        reason = (
-            "a clean process forks workers in milliseconds, unaffected by the state of this one"
-        )
+        reason = "a clean process, a fresh one or an early copy of this one, forks workers quickly"
         source: Source = "asked" if asked == "forkserver" else "rule"
         return Choice("forkserver", reason, source)
     return Choice("spawn", f"{machine.os} has no safe fork", "rule")
