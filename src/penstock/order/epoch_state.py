@@ -191,8 +191,9 @@ class Progress:
 
     def count(self, num_batches: int) -> None:
         """Count delivered batches, and the failed batches before them."""
-        if self.is_current:
-            self._epoch_state.num_batches += num_batches + self._num_failed
+        state = self._epoch_state
+        if state.num_begun == self._epoch_number:
+            state.num_batches += num_batches + self._num_failed
             self._num_failed = 0
 
     def count_failed(self) -> None:

@@ -369,10 +369,9 @@ class StateReads:
         self.of_globals = self.of_torch = object()
         self.num_users = 0
         self._lock = threading.Lock()
-        self._readers: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """Namespace of each module with functions that read a state, the functions by name, and
-        the watched versions. Kept, because each batch without workers replaces and restores them.
-        """
+        self._readers: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """Namespace and name of each function that reads a state, the function, and the watched
+        version of it. Kept, because each batch without workers replaces and restores them."""
 
     def start(self) -> None:
         """Start watching reads. Pairs with :meth:`stop`; several users can watch at a time."""
@@ -381,34 +380,35 @@ class StateReads:
             if self.num_users > 1:
                 return
             if not self._readers or self._are_replaced():
-                self._readers = [_find_readers(*readers) for readers in _READERS.items()]
-            for namespace, _, watched in self._readers:
-                namespace.update(watched)
+                self._readers = [_find_reader(*reader) for reader in _READERS]
+            for namespace, name, _, watched in self._readers:
+                namespace[name] = watched
 
     def _are_replaced(self) -> bool:
         """Return True if the user has replaced a function since the functions were found."""
-        for namespace, originals, _ in self._readers:
-            for name, original in originals.items():
-                if namespace[name] is not original:
-                    return True
+        for namespace, name, original, _ in self._readers:
+            if namespace[name] is not original:
+                return True
         return False
 
     def stop(self) -> None:
         with self._lock:
             self.num_users -= 1
             if self.num_users == 0:
-                for namespace, originals, _ in self._readers:
-                    namespace.update(originals)
+                for namespace, name, original, _ in self._readers:
+                    namespace[name] = original
 
 
 state_reads = StateReads()
 
-_READERS = {
-    "random": {"getstate": "of_globals"},
-    "numpy.random": {"get_state": "of_globals"},
-    "torch": {"initial_seed": "of_torch", "get_rng_state": "of_torch"},
-    "torch.random": {"initial_seed": "of_torch", "get_rng_state": "of_torch"},
-}
+_READERS = (
+    ("random", "getstate", "of_globals"),
+    ("numpy.random", "get_state", "of_globals"),
+    ("torch", "initial_seed", "of_torch"),
+    ("torch", "get_rng_state", "of_torch"),
+    ("torch.random", "initial_seed", "of_torch"),
+    ("torch.random", "get_rng_state", "of_torch"),
+)
 
 
 @contextmanager
@@ -421,12 +421,10 @@ def watching_state_reads() -> Iterator[None]:
         state_reads.stop()
 
 
-def _find_readers(
-    module_name: str, marks: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _find_reader(module_name: str, name: str, mark: str) -> tuple[dict[str, Any], str, Any, Any]:
     namespace = vars(sys.modules[module_name])
-    originals = {name: namespace[name] for name in marks}
-    return namespace, originals, {name: _watched(originals[name], marks[name]) for name in marks}
+    original = namespace[name]
+    return namespace, name, original, _watched(original, mark)
 
 
 def _watched(original: Callable[..., Any], mark: str) -> Callable[..., Any]:

@@ -518,10 +518,21 @@ class SampleRandomness:
         Raises:
             UnexpectedDraw: They drew. Seeding is now on. Load the run again.
         """
-        self._rng.position, self._rng.is_shared = OUTSIDE, False
+        rng, reads = self._rng, state_reads
+        rng.position, rng.is_shared = OUTSIDE, False
         active.rng, self._outer_rng = self._outer_rng, None
         normals = self._cached_normals
         has_kept = normals is None or normals == self._get_cached_normals()
+        python, numpy, twist = self._cells
+        if (
+            (python.value, numpy.value, twist.value) == self._seen
+            and self._torch_marks() == self._seen_torch
+            and reads.of_globals is self._seen_reads
+            and reads.of_torch is self._seen_torch_reads
+            and has_kept
+            and rng.was_asked == self._tracks_positions
+        ):
+            return  # most runs
         if not (self._is_untouched() and has_kept):
             self.needs_seeding, self.is_torch_only, self.is_unseeded = True, False, False
         elif self._has_torch_moved():
@@ -534,7 +545,8 @@ class SampleRandomness:
 
     def _snapshot_all(self) -> None:
         self._seen_reads, self._seen_torch_reads = state_reads.of_globals, state_reads.of_torch
-        self._seen = self._peek()
+        python, numpy, twist = self._cells
+        self._seen = python.value, numpy.value, twist.value
         self._seen_torch = self._torch_marks()
 
     def _has_torch_moved(self) -> bool:

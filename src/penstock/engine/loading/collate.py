@@ -47,6 +47,8 @@ their memory is reused: 64 arrays of 150 KB, collected and then stacked, took 3 
 (Arm Neoverse N1), because glibc returns so much memory to the system and requests it again."""
 
 _DTYPE_AND_DEVICE = operator.attrgetter("dtype", "is_cpu")
+_PLAIN = (torch.Tensor, int, float)
+"""Samples without arrays inside."""
 _DTYPE_AND_LAYOUT = operator.attrgetter("dtype", "shape", "strides")
 
 STANDARD_COLLATORS: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
@@ -342,11 +344,14 @@ def default_collate(
         keeps_channels_last: See :func:`~penstock.engine.memory.batch_layout.read_layout`.
     """
     try:
-        with NoStopIteration("default_collate"):
-            if keeps_channels_last:
-                collators = {**_collators(), torch.Tensor: _stack_images}
-                return torch_collate.collate(samples, collate_fn_map=collators)
-            return torch_collate.collate(samples, collate_fn_map=_collators())
+        if keeps_channels_last:
+            collators = {**_collators(), torch.Tensor: _stack_images}
+            return torch_collate.collate(samples, collate_fn_map=collators)
+        if type(samples) is list and samples and type(samples[0]) in _PLAIN:
+            return torch_collate.default_collate(samples)  # type: ignore[no-untyped-call]
+        return torch_collate.collate(samples, collate_fn_map=_collators())
+    except StopIteration as error:
+        raise NoStopIteration.error_for("default_collate") from error
     except (
         RuntimeError,
         TypeError,

@@ -96,6 +96,8 @@ class InlineProducer:
                 None if self._collates_by_default else self._collate_fn,
                 checks_repeats=True,
             )
+        both = self._randomness, self._collate_randomness
+        self._randomnesses = [one for one in both if one is not None]
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
             self._gatherer = find_gatherer(self._dataset)
@@ -179,13 +181,16 @@ class InlineProducer:
     def next_batch(self) -> tuple[Any, bool]:
         while True:
             index = next(self._indices)
-            if self._auto_collation:
+            if self._auto_collation and type(index) is not list:
                 index = as_indices(index)
             if self._ring is not None:
                 self._ring.has_lent_pinned = False
             start_ns, cpu_ns, num_before = now_ns(), time.thread_time_ns(), self.num_taken
             try:
-                batch = self._load_somehow(index)
+                if self._bad_policy is None:
+                    batch = self._load(index)
+                else:
+                    batch = self._load_tolerantly(index, self._bad_policy)
             except EndOfStream:
                 raise StopIteration from None
             except EmptyBatch:
@@ -205,26 +210,27 @@ class InlineProducer:
             num_loaded, number = self.num_taken - num_before, self._num_batches
             self._num_batches += 1
             self._context.parts.recorder.record_inline_load(start_ns, cpu_ns, num_loaded, number)
-            self._record_bad()
-            self._tell_user()
+            if self._bad_policy is not None:
+                self._record_bad()
+            for randomness in self._randomnesses:
+                if randomness.warnings or randomness.notes:
+                    self._tell_user(randomness)
             if self._stream is not None and self._stream.has_ended:
                 self._context.progress.note_end(0)
             return batch, self._ring is not None and self._ring.has_lent_pinned
 
-    def _tell_user(self) -> None:
+    def _tell_user(self, randomness: SampleRandomness) -> None:
         """Show the user messages about the randomness of samples."""
-        for randomness in (self._randomness, self._collate_randomness):
-            if randomness is not None and (randomness.warnings or randomness.notes):
-                warnings, notes = randomness.take_messages()
-                for text in warnings:
-                    self._context.warn(text)
-                for text in notes:
-                    self._context.note(text)
+        warnings, notes = randomness.take_messages()
+        for text in warnings:
+            self._context.warn(text)
+        for text in notes:
+            self._context.note(text)
 
-    def _load_somehow(self, index: Any) -> Any:
+    def _load_tolerantly(self, index: Any, bad_policy: BadSamplePolicy) -> Any:
         """Load a batch as usual, or one sample at a time if a sample is bad or poison."""
-        bad_policy, num_before = self._bad_policy, self.num_taken
-        if bad_policy is None or self._stream is not None:
+        num_before = self.num_taken
+        if self._stream is not None:
             return self._load(index)
         from penstock.engine.loading.bad_samples import poison_among
 

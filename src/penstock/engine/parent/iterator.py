@@ -144,7 +144,7 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             ):
                 batch: Any = super().__next__()
             else:
-                batch = self._next_data()
+                batch = self._next_batch() if self._prefetcher is None else self._next_data()
                 self._num_yielded += 1
         except StopIteration:
             if self._progress.is_current:
