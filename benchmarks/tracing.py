@@ -63,10 +63,15 @@ class Jpegs:
         return torch.from_numpy(np.array(image))
 
 
+def _workers_s(pids: list[int]) -> float:
+    """Return the CPU time so far of some processes."""
+    files = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(path.read_text().split()[0]) for path in files) * 1e-9
+
+
 def _cpu_s(pids: list[int]) -> float:
     """Return the CPU time so far of this process and the given ones."""
-    files = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return time.process_time() + sum(int(path.read_text().split()[0]) for path in files) * 1e-9
+    return time.process_time() + _workers_s(pids)
 
 
 def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float:
@@ -74,10 +79,6 @@ def _cost(dataset: Any, trace: Any, num_batches: int, **arguments: Any) -> float
     loader = penstock.DataLoader(
         dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace, **arguments
     )
-    return _cost_of(loader, num_batches)
-
-
-def _cost_of(loader: Any, num_batches: int) -> float:
     batches: Any = iter(loader)
     for _ in range(max(4, num_batches // 20)):
         next(batches)
@@ -91,53 +92,81 @@ def _cost_of(loader: Any, num_batches: int) -> float:
 
 
 SCRAPER = """
-import sys, time, urllib.request
-while True:
-    urllib.request.urlopen(sys.argv[1], timeout=60).read()
-    time.sleep(1)
+import sys, urllib.request
+for line in sys.stdin:
+    urllib.request.urlopen(sys.argv[1], timeout=600).read()
+    print(flush=True)
 """
 
 
-def _scraped_cost(dataset: Any, trace: Any, num_batches: int) -> float:
-    """Return the cost with everything on: a Prometheus endpoint that is scraped each second."""
-    loader = penstock.DataLoader(
-        dataset, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace
-    )
-    endpoint = penstock.serve_metrics(loader)
-    scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, endpoint.url])
-    try:
-        return _cost_of(loader, num_batches)
-    finally:
+class _EverythingOn:
+    """Alternates second by second between a loader with everything on and one with everything off.
+
+    "On" is tracing, the status for ``penstock top``, and a Prometheus endpoint that another process
+    scrapes once per second. Both loaders exist all the time, so disturbances affect both. A turn is
+    the CPU time of the training process while it iterates the loader, and of the loader's workers.
+    """
+
+    def __init__(self, num_seconds: int) -> None:
+        self._num_seconds = num_seconds
+        self._on_s = 0.0
+
+    def off(self) -> float:
+        loaders: list[Any] = [
+            penstock.DataLoader(
+                Jpegs(), batch_size=BATCH_SIZE, num_workers=NUM_WORKERS, trace=trace
+            )
+            for trace in (False, None)
+        ]
+        endpoint = penstock.serve_metrics(loaders[1])
+        command = [sys.executable, "-c", SCRAPER, endpoint.url]
+        scraper: Any = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        batches = [iter(loader) for loader in loaders]
+        for _ in range(8):
+            for one in batches:
+                next(one)
+        pids = [[worker.pid for worker in one._workers] for one in batches]
+        main_s, counts = [0.0, 0.0], [0, 0]
+        before_s = [_workers_s(some) for some in pids]
+        for number in range(2 * self._num_seconds):
+            way = (number + number // 2) % 2  # alternate which one is first
+            start_s, until = time.process_time(), time.monotonic() + 1.0
+            if way:
+                scraper.stdin.write("\n")
+                scraper.stdin.flush()
+            while time.monotonic() < until:
+                next(batches[way])
+                counts[way] += 1
+            if way:
+                scraper.stdout.readline()
+            main_s[way] += time.process_time() - start_s
+        sums_s = [_workers_s(some) - s for some, s in zip(pids, before_s, strict=True)]
         scraper.kill()
-        scraper.wait()
+        scraper.communicate()
         endpoint.close()
+        for one in batches:
+            one._shutdown_workers()
+        costs = [(main_s[way] + sums_s[way]) / counts[way] * 1000 for way in (0, 1)]
+        self._on_s = costs[1]
+        return costs[0]
+
+    def on(self) -> float:
+        """Return the cost measured in the same turn."""
+        return self._on_s
 
 
 def everything(pace: Pace) -> Case:
-    """(e) A typical workload with tracing, the status for penstock top, and a scrape each second.
-
-    A turn takes some seconds, so that it holds several scrapes.
-    """
-    dataset, num_batches = Jpegs(), int(20 * pace.window_s)
-    name = "tracing, endpoint scraped each second"
+    """(e) A typical workload with everything on and off, in alternation."""
+    way = _EverythingOn(num_seconds=max(5, int(20 * pace.window_s)))
+    target = Contender(name="all on", turn=way.on, against=("all off",), target=MOST)
     return Case(
         key="e",
-        title=f"JPEG, batch {BATCH_SIZE}, {NUM_WORKERS} workers: CPU time of 1,000 batches",
+        title=f"JPEG, batch {BATCH_SIZE}, {NUM_WORKERS} workers: CPU time of 1,000 batches with "
+        "tracing, penstock top and a scrape each second",
         unit="s",
-        contenders=[
-            Contender(name="all off", turn=lambda: _cost(dataset, False, num_batches)),
-            Contender(
-                name=name,
-                turn=lambda: _scraped_cost(dataset, None, num_batches),
-                against=("all off",),
-                target=MOST,
-            ),
-            Contender(
-                name=f"{name}, trace=True",
-                turn=lambda: _scraped_cost(dataset, True, num_batches),
-                against=("all off",),
-            ),
-        ],
+        contenders=[Contender(name="all off", turn=way.off), target],
     )
 
 

@@ -27,9 +27,10 @@ from penstock.engine.memory.messages import (
     trace_buffers,
 )
 from penstock.machine.kernel_files import read_fields, read_text
+from penstock.trace.columns import recent_columns
 from penstock.trace.live_status import NAME, read_status
 from penstock.trace.metrics import WINDOW_S, Metrics, make_metrics, sum_io
-from penstock.trace.record import Kind, Record, first_since, now_ns, read_records, start_of_last
+from penstock.trace.record import Kind, now_ns, read_records, start_of_last
 
 _MEMFD = "/memfd:penstock"
 _NUM_TRIES = 5
@@ -160,13 +161,10 @@ def _read_loader(pid: int, path: str) -> LoaderView | None:
 def _recent(header: dict[str, Any], main: bytes, pools: list[_Pool]) -> dict[str, Any]:
     """Return the records of the last seconds of loading, as ``Recorder.recent_records`` does."""
     since_ns = start_of_last(main, 1) - int(WINDOW_S * 1e9)
-    spans = read_records(main, first_since(main, since_ns))[0]
+    spans = recent_columns(main, since_ns)
     lanes = [{"name": "main", "role": "main", "pid": header["pid"], "spans": spans}]
     for pool in pools:
         lanes += pool.lanes(since_ns)
-    for lane in lanes:
-        kept = [one for one in lane["spans"] if one.end_ns >= since_ns or not one.end_ns]
-        lane["spans"] = kept
     return {"facts": header["facts"], "lanes": lanes}
 
 
@@ -200,14 +198,10 @@ class _Pool:
     def lanes(self, since_ns: int) -> list[dict[str, Any]]:
         found = []
         for number, buffer in enumerate(self._buffers):
-            spans = [self._moved(one) for one in _records_since(buffer, since_ns)]
+            spans = recent_columns(buffer, since_ns, self._pass_offset)
             lane = {"name": f"worker {number}", "role": "worker", "number": number}
             found.append({**lane, "pid": self._pids[number], "spans": spans})
         return found
-
-    def _moved(self, record: Record) -> Record:
-        is_moved = self._pass_offset and record.pass_ >= 0
-        return record._replace(pass_=record.pass_ + self._pass_offset) if is_moved else record
 
     def workers(self, at_ns: int) -> Iterator[WorkerView]:
         cells = self._cells
@@ -219,7 +213,7 @@ class _Pool:
             found = _state(pid)
             state = {"T": "stopped", "": "lost", "Z": "lost"}.get(found, state)
             is_busy = state in ("loading", "stopped") and is_idle == 0
-            records = _records_since(self._buffers[number], 0) if self._buffers else []
+            records = read_records(self._buffers[number], 0)[0] if self._buffers else []
             since_ns = cells[cell + SINCE]  # on the same clock
             if since_ns <= 0:
                 open_ns = [one.start_ns for one in records[-20:] if not one.end_ns]
@@ -235,10 +229,6 @@ class _Pool:
                 num_restarts=max(0, sum(one.kind == Kind.START for one in records) - 1),
                 stack_fd=cells[cell + STACK_FD],
             )
-
-
-def _records_since(buffer: Any, since_ns: int) -> list[Record]:
-    return read_records(buffer, first_since(buffer, since_ns))[0]
 
 
 def _head(buffer: bytes) -> int:

@@ -55,7 +55,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--fail-if",
         "slower:N%",
         _slower,
-        "Exit with status 1 if the second run is slower by more than this, and than the noise.",
+        "Exit with status 1 if the second run is slower by more than this, beyond the noise.",
         dest="max_slower",
     )
 
@@ -164,7 +164,9 @@ def _compare(options: argparse.Namespace) -> int:
         word = "slower" if slowdown.share > 0 else "faster"
         text = f"{Path(options.after).name} is {abs(slowdown.share):.1%} {word} "
         text += f"(noise: {slowdown.noise:.1%})."
-        if limit is not None:
+        if slowdown.is_busy:
+            text += " Other programs held the cores during one of the runs: busy, not judged."
+        elif limit is not None:
             text += f" The limit is {limit:.1%}: {'failed' if is_slower else 'passed'}."
         console.print(text, markup=False)
     return int(is_slower)

@@ -1,19 +1,37 @@
 """Totals of a run: how long the training loop and each worker worked and waited.
 
 Start-up time of each epoch is counted separately. :func:`compare` compares the totals of two runs.
-Called by :class:`penstock.Timeline` and ``penstock trace compare``.
+Called by :class:`penstock.Timeline`, ``loader.metrics()`` and ``penstock trace compare``.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.trace.model import Lane, Reading, Span, TraceModel
+from penstock.trace.columns import Columns
+from penstock.trace.model import TraceModel
+from penstock.trace.span_table import (
+    CODES,
+    LaneColumns,
+    SpanTable,
+    batch_keys,
+    join,
+    of_kind,
+    tabulate_model,
+    took_ns,
+)
+
+
+class SlowPart(NamedTuple):
+    """A part of a batch that took long."""
+
+    pass_: int
+    batch: int
+    took_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +108,7 @@ class Account:
     """Share of the total stall time that the longest 10% of the stalls took."""
     slowest_ratio: float = 1.0
     """Time per sample of the slowest part behind those stalls, relative to the median."""
-    slowest: Span | None = None
+    slowest: SlowPart | None = None
     workers: tuple[WorkerAccount, ...] = ()
     most_at_once: int = 0
     """Largest number of workers that loaded at the same time, or 0 if unknown."""
@@ -118,148 +136,147 @@ class Account:
 
 def make_account(model: TraceModel) -> Account:
     """Compute the totals of a model."""
-    batches = model.batches()
-    if not batches:
-        return Account(total_s=model.total_ns * 1e-9)
-    firsts: dict[int, int] = {}
-    for batch in batches:
-        firsts[batch.pass_] = min(batch.batch, firsts.get(batch.pass_, batch.batch))
-    sums_s: dict[str, float] = defaultdict(float)
-    starts_s: dict[int, float] = defaultdict(float)
-    steady: list[Span] = []
-    for span in (span for lane in model.of("main") for span in lane.top()):
-        is_first = firsts.get(span.pass_) == span.batch and span.kind != "step"
-        if span.kind == "launch" or is_first:
-            starts_s[span.pass_] += span.took_ns * 1e-9
-        else:
-            sums_s[span.kind] += span.took_ns * 1e-9
-            steady.append(span)
-    stalls = [span for span in steady if span.kind == "stall"]
-    top_share, slowest_ratio, slowest = _longest_stalls(model, stalls)
+    return account_spans(tabulate_model(model))
+
+
+def account_spans(table: SpanTable) -> Account:
+    """Compute the totals of a run."""
+    main = join([lane.spans for lane in table.of("main")])
+    batches = of_kind(main, "deliver")
+    if not len(batches):
+        return Account(total_s=table.total_ns * 1e-9)
+    passes, at = np.unique(batches["pass_"], return_inverse=True)
+    firsts = np.full(len(passes), 2**62)
+    np.minimum.at(firsts, at, batches["batch"])
+    main = main[main["is_top"]]
+    at = np.minimum(np.searchsorted(passes, main["pass_"]), len(passes) - 1)
+    is_start = (passes[at] == main["pass_"]) & (firsts[at] == main["batch"])
+    is_start &= main["kind"] != CODES["step"]
+    is_start |= main["kind"] == CODES["launch"]
+    starts, steady = main[is_start], main[~is_start]
+    took_s = np.bincount(steady["kind"], took_ns(steady) * 1e-9, len(CODES)).tolist()
+    sums_s = dict(zip(CODES, took_s, strict=True))
+    stalls = of_kind(steady, "stall")
+    top_share, slowest_ratio, slowest = _longest_stalls(table, stalls, len(batches))
     return Account(
         num_batches=len(batches),
-        num_rows=sum(batch.rows for batch in batches),
-        num_passes=len(firsts),
-        total_s=model.total_ns * 1e-9,
-        startup_s=sum(starts_s.values()),
-        first_start_s=starts_s[min(firsts)],
+        num_rows=int(batches["rows"].sum()),
+        num_passes=len(passes),
+        total_s=table.total_ns * 1e-9,
+        startup_s=_sum_s(starts),
+        first_start_s=_sum_s(starts[starts["pass_"] == passes[0]]),
         steady_s=sum(sums_s[kind] for kind in ("stall", "step", "deliver", "transfer", "fetch")),
-        steady_rows=sum(span.rows for span in steady if span.kind == "deliver"),
+        steady_rows=int(of_kind(steady, "deliver")["rows"].sum()),
         stall_s=sums_s["stall"],
         step_s=sums_s["step"],
         deliver_s=sums_s["deliver"],
         transfer_s=sums_s["transfer"],
         loading_s=sums_s["fetch"],
-        network_s=sums_s["fetch"] * _network_share(model.of("main"), steady),
-        main_cpu_s=sum(_increase(lane.cpu_s) for lane in model.of("main")),
-        copy_s=sum(_took_s(lane.spans) for lane in model.of("copy")),
-        gpu_s=sum(_took_s(lane.spans) for lane in model.of("gpu")),
-        refused=model.num_refused,
-        num_faults=sum(lane.num_faults for lane in model.lanes),
-        free_memory_share=_free_share(model),
+        network_s=sums_s["fetch"] * _network_share(table.of("main"), of_kind(steady, "fetch")),
+        main_cpu_s=sum(lane.cpu_s for lane in table.of("main")),
+        copy_s=sum(_sum_s(lane.spans) for lane in table.of("copy")),
+        gpu_s=sum(_sum_s(lane.spans) for lane in table.of("gpu")),
+        refused=table.num_refused,
+        num_faults=sum(lane.num_faults for lane in table.lanes),
+        free_memory_share=_free_share(table),
         top_stall_share=top_share,
         slowest_ratio=slowest_ratio,
         slowest=slowest,
-        workers=tuple(_account_worker(lane, stalls) for lane in model.of("worker")),
-        most_at_once=model.num_workers,
+        workers=tuple(_account_worker(lane, stalls) for lane in table.of("worker")),
+        most_at_once=table.num_workers,
     )
 
 
-def _network_share(lanes: list[Lane], spans: list[Span]) -> float:
+def _network_share(lanes: list[LaneColumns], spans: Columns) -> float:
     """Return the share of the loading in ``spans`` that waited for object storage."""
-    waits = [span for lane in lanes for span in lane.spans if span.kind == "network"]
-    return _overlap_share([span for span in spans if span.kind == "fetch"], waits)
+    waits = [of_kind(lane.spans, "network") for lane in lanes]
+    return _overlap_share(spans, join(waits))
 
 
-def _increase(readings: list[Reading]) -> float:
-    return readings[-1].value - readings[0].value if readings else 0.0
+def _sum_s(spans: Columns) -> float:
+    return float(took_ns(spans).sum()) * 1e-9
 
 
-def _took_s(spans: Iterable[Span]) -> float:
-    return sum(span.took_ns for span in spans) * 1e-9
+def _free_share(table: SpanTable) -> float:
+    free, total = table.least_free_bytes, table.facts.get("memory_bytes")
+    is_known = free is not None and isinstance(total, (int, float)) and total > 0
+    return free / total if is_known else 1.0  # type: ignore[operator]
 
 
-def _free_share(model: TraceModel) -> float:
-    free = [reading.value for reading in model.free_memory]
-    total = model.facts.get("memory_bytes")
-    return min(free) / total if free and isinstance(total, (int, float)) and total > 0 else 1.0
-
-
-def _account_worker(lane: Lane, stalls: list[Span]) -> WorkerAccount:
-    fetches = [span for span in lane.of("fetch") if not span.is_open]
-    collates = lane.of("collate")
-    collate_s = _took_s(collates)
-    passes = {span.pass_ for span in fetches}
+def _account_worker(lane: LaneColumns, stalls: Columns) -> WorkerAccount:
+    busy = lane.of("fetch", "collate")
+    busy = busy[~busy["is_open"]]
+    fetches, collate_s = of_kind(busy, "fetch"), _sum_s(of_kind(busy, "collate"))
+    passes = np.unique(fetches["pass_"])
     return WorkerAccount(
         number=lane.number,
-        num_rows=sum(span.rows for span in fetches),
-        fetch_s=_took_s(fetches),
+        num_rows=int(fetches["rows"].sum()),
+        fetch_s=_sum_s(fetches),
         collate_s=collate_s,
-        cpu_s=_scaled(fetches, collates, "cpu_ns"),
-        queued_s=_scaled(fetches, collates, "queued_ns"),
+        cpu_s=_scaled(fetches, "cpu_ns"),
+        queued_s=_scaled(fetches, "queued_ns"),
         # The first part also determines the layout. The user's collate_fn is counted separately.
-        copied_s=max(0.0, _scaled(fetches[1:], collates, "copied_ns") - collate_s),
-        row_s=row_s(fetches),
-        stall_busy_share=_overlap_share(
-            [stall for stall in stalls if stall.pass_ in passes], [*fetches, *collates]
-        ),
-        first_pass=min(passes, default=0),
-        network_s=_took_s(fetches) * _network_share([lane], fetches),
+        copied_s=max(0.0, _scaled(fetches[1:], "copied_ns") - collate_s),
+        row_s=_row_s(fetches),
+        stall_busy_share=_overlap_share(stalls[np.isin(stalls["pass_"], passes)], busy),
+        first_pass=int(passes[0]) if len(passes) else 0,
+        network_s=_sum_s(fetches) * _network_share([lane], fetches),
     )
 
 
-def _scaled(fetches: list[Span], collates: list[Span], field: str) -> float:
+def _scaled(fetches: Columns, field: str) -> float:
     """Return the sum of a field over all parts, extrapolated from the measured parts."""
-    collate_ns = {span.place: span.took_ns for span in collates}
-
-    def took_ns(spans: list[Span]) -> int:
-        return sum(span.took_ns + collate_ns.get(span.place, 0) for span in spans)
-
-    known = [span for span in fetches if getattr(span, field) >= 0]
-    known_ns = took_ns(known)
-    share = sum(getattr(span, field) for span in known) / known_ns if known_ns else 0.0
-    return share * took_ns(fetches) * 1e-9
+    known = fetches[fetches[field] >= 0]
+    known_ns = known["part_ns"].sum()
+    share = known[field].sum() / known_ns if known_ns else 0.0
+    return float(share * fetches["part_ns"].sum()) * 1e-9
 
 
-def row_s(fetches: list[Span]) -> float:
+def _row_s(fetches: Columns) -> float:
     """Return the time per sample: the median over parts."""
-    took_ns = [s.took_ns / s.rows for s in fetches if s.rows]  # abandoned parts have 0 rows
-    return statistics.median(took_ns) * 1e-9 if took_ns else 0.0
+    loaded = fetches[fetches["rows"] != 0]  # abandoned parts have 0 rows
+    return float(np.median(took_ns(loaded) / loaded["rows"])) * 1e-9 if len(loaded) else 0.0
 
 
-def _overlap_share(stalls: list[Span], busy: list[Span]) -> float:
+def _overlap_share(stalls: Columns, busy: Columns) -> float:
     """Return the share of the stalls that the busy spans cover."""
-    total = sum(stall.took_ns for stall in stalls)
-    if not total or not busy:
+    total = took_ns(stalls).sum()
+    if not total or not len(busy):
         return 0.0
-    busy = sorted(busy, key=lambda span: span.start_ns)
-    edges = np.array([edge for span in busy for edge in (span.start_ns, span.end_ns)], dtype=float)
+    busy = busy[np.argsort(busy["start_ns"], kind="stable")]
+    edges = np.column_stack([busy["start_ns"], busy["end_ns"]]).ravel().astype(float)
     edges = np.maximum.accumulate(edges)
     busy_ns = np.diff(edges, prepend=edges[0])
     busy_ns[::2] = 0.0  # the gaps between spans
-    starts, ends = np.array([stall[2:4] for stall in stalls], dtype=float).T
     sums = np.cumsum(busy_ns)
-    covered = np.interp(ends, edges, sums) - np.interp(starts, edges, sums)
-    return min(1.0, float(covered.sum()) / total)
+    ends_ns = np.interp(stalls["end_ns"], edges, sums)
+    covered_ns = float((ends_ns - np.interp(stalls["start_ns"], edges, sums)).sum())
+    return min(1.0, covered_ns / float(total))
 
 
-def _longest_stalls(model: TraceModel, stalls: list[Span]) -> tuple[float, float, Span | None]:
+def _longest_stalls(
+    table: SpanTable, stalls: Columns, num_batches: int
+) -> tuple[float, float, SlowPart | None]:
     """Examine the longest 10% of the stalls and the slowest part that caused them.
 
     Returns their share of the total stall time, the time per sample of that part relative to the
     median, and the part.
     """
-    fetches = [span for lane in model.of("worker") for span in lane.of("fetch")]
-    longest = sorted(stalls, key=lambda span: span.took_ns, reverse=True)
-    top = longest[: max(1, len(model.batches()) // 10)]
-    keys = {(stall.pass_, stall.batch) for stall in top}
-    behind = [span for span in fetches if (span.pass_, span.batch) in keys]
-    usual_s = row_s(fetches)
-    if len(fetches) < 10 or not behind or not usual_s or not _took_s(top):
+    fetches = table.spans("worker", "fetch")
+    longest = np.argsort(-took_ns(stalls), kind="stable")
+    top = stalls[longest[: max(1, num_batches // 10)]]
+    behind = fetches[np.isin(batch_keys(fetches), batch_keys(top))]
+    usual_s = _row_s(fetches)
+    if len(fetches) < 10 or not len(behind) or not usual_s or not _sum_s(top):
         return 0.0, 1.0, None
-    slowest = max(behind, key=lambda span: span.took_ns)
-    ratio = slowest.took_ns * 1e-9 / (usual_s * max(1, slowest.rows))
-    return _took_s(top) / _took_s(stalls), ratio, slowest
+    slowest = behind[np.argmax(took_ns(behind))]
+    part = SlowPart(
+        int(slowest["pass_"]),
+        int(slowest["batch"]),
+        int(slowest["end_ns"] - slowest["start_ns"]) * 1e-9,
+    )
+    ratio = part.took_s / (usual_s * max(1, int(slowest["rows"])))
+    return _sum_s(top) / _sum_s(stalls), ratio, part
 
 
 # -- comparing two runs ----------------------------------------------------------------------------

@@ -28,7 +28,9 @@ SLOW_RATIO = 2.5
 """A worker or sample that takes this many times longer than the others is an outlier."""
 OTHERS_BUSY = 0.75
 """Workers that are busy for more than this share of the stalls do not wait for a slow worker."""
-
+OTHERS_HOLD_CORES = 0.1
+"""Waiting longer than this share for cores of other programs is worth saying, and makes the rate of
+a run depend on them."""
 WORTH_SAYING = 1.05
 """Predicted gains below this factor are ignored, because the model is not more precise."""
 LITTLE_WAIT = 0.01
@@ -71,6 +73,24 @@ def diagnose(
     return _CauseSearch(account, facts, predict).search()
 
 
+def wait_for_others(run: Account, facts: dict[str, Any]) -> float:
+    """Return the share of their time in which workers wait for a core that other programs use.
+
+    0 if the workers and the training process use most of the cores themselves.
+    """
+    own_s = sum(worker.cpu_s for worker in run.workers)
+    own_s += max(run.main_cpu_s, run.step_s + run.deliver_s)
+    if own_s >= 0.75 * _count_cores(run, facts) * max(run.total_s - run.startup_s, 1e-9):
+        return 0.0
+    busy_s = sum(worker.busy_s for worker in run.workers)
+    return sum(worker.queued_s for worker in run.workers) / busy_s if busy_s else 0.0
+
+
+def _count_cores(run: Account, facts: dict[str, Any]) -> int:
+    cores = facts.get("cores")
+    return cores if isinstance(cores, int) and cores > 0 else max(1, len(run.workers))
+
+
 class _CauseSearch:
     """Tries the causes in order. Causes that can mask others come first."""
 
@@ -83,6 +103,7 @@ class _CauseSearch:
         # Shares of the workers' busy time, extrapolated from the parts that were measured.
         self.cpu = sum(worker.cpu_s for worker in workers) / busy_s
         self.queued = sum(worker.queued_s for worker in workers) / busy_s
+        self.others = wait_for_others(account, facts)
         self.waiting = sum(worker.wait_share * worker.busy_s for worker in workers) / busy_s
         self.collating = sum(worker.collate_s + worker.copied_s for worker in workers) / busy_s
         self.stall_busy = _mean([worker.stall_busy_share for worker in workers])
@@ -153,7 +174,9 @@ class _CauseSearch:
         ]
         fewer = run.num_workers // 2
         text = "Bottleneck: memory. Workers wait for their pages to be read back from disk."
-        remedy = f"DataLoader(..., num_workers={fewer})" if fewer else "a smaller batch_size"
+        remedy = f"DataLoader(..., num_workers={fewer})"
+        if not fewer or self._is_auto():
+            remedy = "a smaller batch_size"
         return self._say("memory", text, evidence, remedy)
 
     def _start_up(self) -> Diagnosis | None:
@@ -246,9 +269,6 @@ class _CauseSearch:
                 "Bottleneck: loading samples in the training process, "
                 f"{run.share(run.loading_s):.0%} of the time."
             )
-            if self.facts.get("is_auto") is True:
-                text += ' num_workers="auto" chose 0 workers; loader.plan says why.'
-                return self._say("main process", text, [], _PACK)
             does_help, promise = self._judge(self._cores())
             remedy = 'DataLoader(..., num_workers="auto")' if does_help else _PACK
             return self._say("main process", text + promise, [], remedy)
@@ -269,7 +289,7 @@ class _CauseSearch:
             return None
         text = (
             f"Bottleneck: a few slow samples. Batch {slowest.batch} of epoch {slowest.pass_} "
-            f"took {slowest.took_ns * 1e-9:.2f} s, {run.slowest_ratio:.0f} times as long as usual."
+            f"took {slowest.took_s:.2f} s, {run.slowest_ratio:.0f} times as long as usual."
         )
         evidence = [
             f"the longest 10% of the waits add up to {run.top_stall_share:.0%} of all waiting"
@@ -327,7 +347,7 @@ class _CauseSearch:
             if self.facts.get("collate_fn") == "default":
                 remedy = "return smaller samples (uint8, not float32) in one tensor, not several"
             return self._say("collate", text, evidence, remedy)
-        if self.queued > self.cpu and self.queued > self.waiting and self._others_compute():
+        if self.others > max(self.cpu, self.waiting):
             text = "Bottleneck: other programs use the cores. Workers wait for a free core "
             text += f"{self.queued:.0%} of their time."
             remedy = "check what else runs here (top), or request dedicated cores"
@@ -351,7 +371,7 @@ class _CauseSearch:
             remedy = f"DataLoader(..., num_workers={cores})"
         else:
             text += f" All {cores} cores are in use." if num_workers >= cores else promise
-            if self._others_compute():
+            if self.others > OTHERS_HOLD_CORES:
                 text += (
                     f" Other programs use them too: workers wait {self.queued:.0%} of their time."
                 )
@@ -360,13 +380,6 @@ class _CauseSearch:
                 "available"
             )
         return self._say("decode", text, evidence, remedy)
-
-    def _others_compute(self) -> bool:
-        """Return True if neither the workers nor the training process use most of the cores."""
-        run = self.run
-        own_s = sum(worker.cpu_s for worker in self.workers)
-        own_s += max(run.main_cpu_s, run.step_s + run.deliver_s)
-        return own_s < 0.75 * self._cores() * max(run.total_s - run.startup_s, 1e-9)
 
     def _slots(self) -> Diagnosis:
         asked = self.facts.get("prefetch_factor")
@@ -380,11 +393,16 @@ class _CauseSearch:
     # -- numbers ---------------------------------------------------------------------------------
 
     def _cores(self) -> int:
-        cores = self.facts.get("cores")
-        return cores if isinstance(cores, int) and cores > 0 else max(1, len(self.workers))
+        return _count_cores(self.run, self.facts)
+
+    def _is_auto(self) -> bool:
+        return self.facts.get("is_auto") is True
 
     def _judge(self, num_workers: int) -> tuple[bool, str]:
         """Return whether this number of workers may help, and a sentence about it."""
+        if self._is_auto():
+            count = self.run.num_workers
+            return False, f' num_workers="auto" chose {count} workers; loader.plan says why.'
         rate, now = self.predict(num_workers), self.run.rate
         if rate is None:
             return True, ""

@@ -1,14 +1,13 @@
 """``loader.metrics()``: rates, waits, faults and the verdict of the last seconds of loading.
 
     Recorder.recent_records(), or the buffers of another process (penstock top)
-        --> model of the last WINDOW_S --> account, diagnosis --> Metrics
+        --> columns of the spans of the last WINDOW_S --> account, diagnosis --> Metrics
 
 Called in the training process and by ``penstock top``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from penstock.machine.host import io_bytes
-from penstock.trace.accounting import make_account
+from penstock.trace.accounting import account_spans
+from penstock.trace.columns import Columns
 from penstock.trace.diagnosis import Diagnosis, diagnose
-from penstock.trace.model import Span, TraceModel, make_model
 from penstock.trace.recorder import Recorder
+from penstock.trace.span_table import SpanTable, batch_keys, tabulate_records, took_ns
 
 WINDOW_S = 30.0
 """Length of the part of a run that rates, times and the verdict describe."""
@@ -41,6 +41,7 @@ class Metrics:
     Args:
         num_batches, num_samples: Delivered since the loader was created.
         window_s: Length of the part of the run that the rates describe.
+        batches_per_s, samples_per_s: Rates, without the first batch of an epoch.
         wait_share: Share of the time in which the training loop waited for a batch, without the
             first batch of an epoch.
         step_share: Share of the time in which the training loop used its batches.
@@ -122,54 +123,50 @@ def sum_io(pids: list[int]) -> dict[str, int]:
 
 
 def make_metrics(records: Mapping[str, Any], counts: Mapping[str, Any]) -> Metrics:
-    """Return the metrics of plain records.
+    """Return the metrics of the records of a running loader.
 
     Args:
-        records: As of :meth:`penstock.trace.recorder.Recorder.records`.
+        records: As of :meth:`penstock.trace.recorder.Recorder.recent_records`.
         counts: The fields of :class:`Metrics` that do not follow from records.
     """
-    model = make_model(records)
-    run = make_account(model)
-    load, wait, step = (Percentiles(), Percentiles(), Percentiles())
-    if run.num_batches:
-        load, wait, step = _percentiles(model)
+    table = tabulate_records(records)
+    run = account_spans(table)
+    times: dict[str, Any] = dict(_percentiles(table)) if run.num_batches else {}
     rows_per_batch = run.num_rows / run.num_batches if run.num_batches else 0.0
     return Metrics(
         **counts,
-        window_s=model.total_ns * 1e-9 if run.num_batches else 0.0,
+        **times,
+        window_s=table.total_ns * 1e-9 if run.num_batches else 0.0,
         batches_per_s=run.rate / rows_per_batch if rows_per_batch else 0.0,
         samples_per_s=run.rate,
         wait_share=run.share(run.stall_s + run.loading_s),
         step_share=run.share(run.step_s),
-        load=load,
-        wait=wait,
-        step=step,
-        num_ready=int(model.ready[-1].value) if model.ready else 0,
-        verdict=diagnose(run, model.facts),
-        is_off=model.facts.get("is_off") is True,
+        num_ready=table.num_ready,
+        verdict=diagnose(run, table.facts),
+        is_off=table.facts.get("is_off") is True,
     )
 
 
-def _percentiles(model: TraceModel) -> tuple[Percentiles, Percentiles, Percentiles]:
-    main = [span for lane in model.of("main") for span in lane.top()]
-    workers = [s for lane in model.of("worker") for s in lane.of("fetch", "collate")]
-    batches = {(span.pass_, span.batch) for span in model.batches()}
-    return (
-        _by_batch([s for s in workers or main if s.kind in ("fetch", "collate")], batches),
-        _by_batch([s for s in main if s.kind in ("stall", "fetch")], batches),
-        _by_batch([s for s in main if s.kind == "step"], None),
-    )
+def _percentiles(table: SpanTable) -> dict[str, Percentiles]:
+    load = table.spans("worker", "fetch", "collate")
+    if not len(load):
+        load = table.spans("main", "fetch", "collate")
+    step = table.spans("main", "step")
+    batches = np.unique(batch_keys(table.spans("main", "deliver")))
+    return {
+        "load": _by_batch(load[~load["is_open"]], batches),
+        "wait": _by_batch(table.spans("main", "stall", "fetch"), batches),
+        "step": _by_batch(step, np.unique(batch_keys(step))),
+    }
 
 
-def _by_batch(spans: list[Span], batches: set[tuple[int, int]] | None) -> Percentiles:
-    """Return the distribution over ``batches``. None: over the batches that have a span."""
-    took_s: dict[tuple[int, int], float] = defaultdict(float)
-    for span in spans:
-        if not span.is_open:
-            took_s[span.pass_, span.batch] += span.took_ns * 1e-9
-    if batches is not None:
-        took_s = defaultdict(float, {key: took_s.get(key, 0.0) for key in batches})
-    if not took_s:
+def _by_batch(spans: Columns, batches: Any) -> Percentiles:
+    """Return the distribution of the time of the spans of each batch."""
+    if not len(batches):
         return Percentiles()
-    p50_s, p95_s, p99_s = np.percentile(list(took_s.values()), [50, 95, 99]).tolist()
+    keys = batch_keys(spans)
+    at = np.minimum(np.searchsorted(batches, keys), len(batches) - 1)
+    is_known = batches[at] == keys
+    took_s = np.bincount(at[is_known], took_ns(spans)[is_known] * 1e-9, len(batches))
+    p50_s, p95_s, p99_s = np.percentile(took_s, [50, 95, 99]).tolist()
     return Percentiles(p50_s=p50_s, p95_s=p95_s, p99_s=p99_s)

@@ -140,20 +140,29 @@ class TraceModel:
         """The largest number of workers that loaded in one epoch of a loader, or of several loaders
         at the same time. Workers of loaders that ran one after the other are not added up.
         """
-        edges: list[tuple[int, int]] = []
+        intervals: list[tuple[int, int]] = []
         for lane in self.of("worker"):
             times: dict[int, tuple[int, int]] = {}
             for span in lane.spans:
                 start_ns, end_ns = times.get(span.pass_, (span.start_ns, span.end_ns))
                 times[span.pass_] = min(start_ns, span.start_ns), max(end_ns, span.end_ns)
-            edges += [(start_ns, 1) for start_ns, _ in times.values()]
-            edges += [(end_ns, -1) for _, end_ns in times.values()]
-        counts = itertools.accumulate(step for _, step in sorted(edges))
-        return max(counts, default=0)
+            intervals += times.values()
+        return most_at_once(intervals)
 
     def batches(self) -> list[Span]:
         """One ``deliver`` span for each batch that was handed out, in order of time."""
         return [s for lane in self.of("main") for s in lane.spans if s.kind == "deliver"]
+
+
+def most_at_once(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return the largest number of intervals that overlap.
+
+    Example:
+        >>> most_at_once([(0, 5), (3, 8), (8, 9)])
+        2
+    """
+    edges = [edge for start, end in intervals for edge in ((start, 1), (end, -1))]
+    return max(itertools.accumulate(step for _, step in sorted(edges)), default=0)
 
 
 def make_model(records: Mapping[str, Any]) -> TraceModel:

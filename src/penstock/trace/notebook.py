@@ -7,7 +7,7 @@ own in a sandboxed frame (:mod:`penstock.trace.html`). Called by ``DataLoader._r
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.trace.metrics import WINDOW_S
 from penstock.trace.recorder import Recorder
@@ -21,7 +21,7 @@ def show_loader(dataset: str, plan: Plan, recorder: Recorder | None) -> str:
     """Return the display of a loader. The timeline covers the last 30 seconds of loading."""
     lines, frame = [f"<strong>DataLoader of {escape(dataset)}</strong>"], ""
     if recorder is not None:  # it was iterated
-        timeline = Timeline(recorder.recent_records(int(WINDOW_S * 1e9)))
+        timeline = Timeline(_last_part(recorder.records()))
         lines.append(escape(timeline.verdict.sentence))
         if timeline.verdict.remedy:
             lines.append(f"Try: <code>{escape(timeline.verdict.remedy)}</code>")
@@ -35,3 +35,14 @@ def show_loader(dataset: str, plan: Plan, recorder: Recorder | None) -> str:
     )
     table = f"<details><summary>Plan</summary><table>{rows}</table></details>"
     return f"<div>{'<br>'.join(lines)}{table}{frame}</div>"
+
+
+def _last_part(records: dict[str, Any]) -> dict[str, Any]:
+    """Return the records of the last 30 seconds of loading."""
+    ends_ns = [one.end_ns for lane in records["lanes"] for one in lane["spans"]]
+    since_ns = max(ends_ns, default=0) - int(WINDOW_S * 1e9)
+    lanes = [
+        {**lane, "spans": [one for one in lane["spans"] if one.end_ns >= since_ns]}
+        for lane in records["lanes"]
+    ]
+    return {**records, "lanes": lanes}

@@ -12,12 +12,16 @@ Needs ``prometheus-client``. Called in the training process.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from socket import AF_INET6
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -26,42 +30,45 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from penstock.errors import BadArgument, MissingExtra
 from penstock.options import check_count
 from penstock.trace.diagnosis import CAUSES
-from penstock.trace.metrics import Metrics
+from penstock.trace.metrics import Metrics, loader_metrics
+from penstock.trace.recorder import live_recorders
 
 FRESH_S = 0.9
 """Scrapes within this time get the same numbers."""
 FIRST_PORT, MAX_PORTS = 19_400, 200
+MAX_LOADERS = 20
+"""Number of loaders that are exported if all are. The oldest ones are left out."""
 MAX_NAMES = 50
 """Number of sources of a mixture that are exported. The others are left out."""
 QUANTILES = {"p50_s": "0.5", "p95_s": "0.95", "p99_s": "0.99"}
 _FIELDS = {
-    "num_batches": ("batches_total", "Batches delivered."),
-    "num_samples": ("samples_total", "Samples delivered."),
-    "window_s": ("window_seconds", "Length of the part of the run that the gauges describe."),
-    "batches_per_s": ("batches_per_second", "Batches per second, without start-up."),
-    "samples_per_s": ("samples_per_second", "Samples per second, without start-up."),
-    "wait_share": ("wait_ratio", "Share of the time in which the loop waited for a batch."),
-    "step_share": ("step_ratio", "Share of the time in which the loop used its batches."),
-    "num_ready": ("ready_batches", "Batches that were loaded but not yet requested."),
-    "load": ("load_seconds", "Time of the workers to load a batch."),
-    "wait": ("wait_seconds", "Time that the loop waited for a batch."),
-    "step": ("step_seconds", "Time between a batch and the request for the next one."),
-    "sources": ("source_samples", "Samples of each source of a mixture in this epoch, all ranks."),
-    "verdict": ("verdict", "The bottleneck: 1 for one of the causes."),
-    "num_restarts": ("worker_restarts_total", "Lost workers that were replaced."),
-    "num_hangs": ("worker_hangs_total", "Replaced workers that had hung."),
-    "bad_samples": ("bad_samples_total", "Bad samples by type of error."),
-    "read_bytes": ("read_bytes", "Read from files by the processes that run now."),
-    "disk_bytes": ("disk_read_bytes", "Read from a disk by the processes that run now."),
-    "network.num_bytes": ("network_bytes_total", "Downloaded from object storage."),
-    "network.num_requests": ("network_requests_total", "Requests to object storage."),
-    "network.num_hits": ("network_hits_total", "Reads that found their blocks in the cache."),
-    "network.num_waits": ("network_waits_total", "Reads that waited for object storage."),
-    "network.waited_s": ("network_wait_seconds_total", "Time of these waits."),
-    "network.num_evicted": ("network_evictions_total", "Blocks that the cache has evicted."),
-    "network.used_bytes": ("network_cache_bytes", "Size of the cache of object storage."),
+    "num_batches": "batches_total",
+    "num_samples": "samples_total",
+    "window_s": "window_seconds",
+    "batches_per_s": "batches_per_second",
+    "samples_per_s": "samples_per_second",
+    "wait_share": "wait_ratio",
+    "step_share": "step_ratio",
+    "num_ready": "ready_batches",
+    "load": "load_seconds",
+    "wait": "wait_seconds",
+    "step": "step_seconds",
+    "sources": "source_samples",
+    "verdict": "verdict",
+    "num_restarts": "worker_restarts_total",
+    "num_hangs": "worker_hangs_total",
+    "bad_samples": "bad_samples_total",
+    "read_bytes": "read_bytes",
+    "disk_bytes": "disk_read_bytes",
+    "network.num_bytes": "network_bytes_total",
+    "network.num_requests": "network_requests_total",
+    "network.num_hits": "network_hits_total",
+    "network.num_waits": "network_waits_total",
+    "network.waited_s": "network_wait_seconds_total",
+    "network.num_evicted": "network_evictions_total",
+    "network.used_bytes": "network_cache_bytes",
 }
-"""Name and help of each field of :class:`Metrics`. Counters end in ``_total``."""
+"""The name in Prometheus of each field of :class:`Metrics`. Counters end in ``_total``."""
 _WITHOUT_TRACE = {"num_restarts", "num_hangs", "bad_samples", "read_bytes", "disk_bytes", "network"}
 _LABELS = {"bad_samples": "error", "sources": "source", "verdict": "cause"}
 
@@ -89,7 +96,7 @@ class MetricsEndpoint:
 
 
 def serve_metrics(
-    loaders: Any, *, port: int = FIRST_PORT, address: str = "127.0.0.1"
+    loaders: Any = None, *, port: int = FIRST_PORT, address: str = "127.0.0.1"
 ) -> MetricsEndpoint:
     """Serve the metrics of loaders for Prometheus, until the program ends.
 
@@ -99,7 +106,8 @@ def serve_metrics(
         print(endpoint.url)
 
     Args:
-        loaders: A loader, or loaders by name. The name is the label ``loader``.
+        loaders: A loader, or loaders by name. The name is the label ``loader``. By default, all
+            loaders of the program, also those created later, by the class of their dataset.
         port: Where to begin. Each rank of a machine adds its local rank, and takes the next free
             port if that one is in use. 0: any free port.
         address: The network interface. By default, only programs on this machine can connect.
@@ -107,14 +115,11 @@ def serve_metrics(
     Raises:
         MissingExtra: prometheus-client is not installed.
     """
-    try:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-    except ImportError:
-        raise MissingExtra(
-            "prometheus-client is not installed", remedy='pip install "penstock[prometheus]"'
-        ) from None
+    check_client()
+    from prometheus_client import CollectorRegistry, make_wsgi_app
+
     named = loaders if isinstance(loaders, Mapping) else {"loader": loaders}
-    for name, loader in named.items():
+    for name, loader in named.items() if loaders is not None else ():
         if not callable(getattr(loader, "metrics", None)):
             raise BadArgument(
                 f"{name!r} is a {type(loader).__name__}, which has no metrics()",
@@ -122,15 +127,27 @@ def serve_metrics(
             )
     port = check_count("port", port, 0, 65535)
     registry: Any = CollectorRegistry()
-    registry.register(LoaderCollector(named))
+    registry.register(LoaderCollector(None if loaders is None else named))
     return MetricsEndpoint(_start(make_wsgi_app(registry), port, address))
+
+
+def check_client() -> None:
+    """Raise ``MissingExtra`` if prometheus-client is not installed."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        raise MissingExtra(
+            "prometheus-client is not installed", remedy='pip install "penstock[prometheus]"'
+        ) from None
 
 
 class LoaderCollector:
     """Collects the metrics of loaders. Called by prometheus-client, in the thread of a request."""
 
-    def __init__(self, loaders: Mapping[str, Any]) -> None:
-        self._loaders = {str(name): weakref.ref(loader) for name, loader in loaders.items()}
+    def __init__(self, loaders: Mapping[str, Any] | None) -> None:
+        self._loaders: dict[str, weakref.ref[Any]] | None = None
+        if loaders is not None:
+            self._loaders = {str(name): weakref.ref(loader) for name, loader in loaders.items()}
         self._rank = _rank()
         self._lock = threading.Lock()
         self._families: list[Any] = []
@@ -148,19 +165,30 @@ class LoaderCollector:
         from prometheus_client import metrics_core
 
         families: dict[str, Any] = {}
-        for name, reference in self._loaders.items():
-            loader = reference()
-            if loader is None:  # the program has dropped it
-                continue
-            for field, labels, value in _samples(loader.metrics()):
-                full, text = f"penstock_{_FIELDS[field][0]}", _FIELDS[field][1]
+        for name, metrics in self._metrics():
+            for field, labels, value in _samples(metrics):
+                full = f"penstock_{_FIELDS[field]}"
                 if field not in families:
                     is_counter = full.endswith("_total")
                     kind = "CounterMetricFamily" if is_counter else "GaugeMetricFamily"
-                    families[field] = getattr(metrics_core, kind)(full, text)
+                    families[field] = getattr(metrics_core, kind)(full, _help(field))
                 shown = {"loader": name, "rank": self._rank, **labels}
                 families[field].add_sample(full, shown, value)
         return list(families.values())
+
+    def _metrics(self) -> Iterator[tuple[str, Metrics]]:
+        """Yield the name and the metrics of each loader that still exists."""
+        if self._loaders is not None:
+            for name, reference in self._loaders.items():
+                if (loader := reference()) is not None:
+                    yield name, loader.metrics()
+            return
+        seen: Counter[str] = Counter()
+        for recorder in live_recorders()[-MAX_LOADERS:]:
+            dataset = str(recorder.facts.get("dataset", "loader"))
+            seen[dataset] += 1
+            number = seen[dataset]
+            yield dataset if number == 1 else f"{dataset} {number}", loader_metrics(recorder)
 
 
 def _samples(metrics: Metrics) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -182,6 +210,15 @@ def _samples(metrics: Metrics) -> Iterator[tuple[str, dict[str, str], float]]:
                 yield field, {"quantile": quantile}, getattr(value, name)
         else:
             yield field, {}, value
+
+
+@cache
+def _help(field: str) -> str:
+    """Return the description of a field in the docstring of :class:`Metrics`."""
+    text = inspect.getdoc(Metrics) or ""  # none with python -OO
+    name = field.partition(".")[0]
+    found = re.search(rf"^    (?:\w+, )*{name}(?:, \w+)*: (.+(?:\n {{8}}.+)*)", text, re.M)
+    return " ".join(found[1].split()) if found else name
 
 
 def _rank() -> str:

@@ -82,8 +82,8 @@ _INT32 = struct.Struct("<i")
 _HEADER_BYTES = 64
 _HEAD, _NUM_NAMES = 0, 1
 MAX_NAMES, _NAME_BYTES = 128, 64
-_RECORDS_AT = _HEADER_BYTES + MAX_NAMES * _NAME_BYTES
-_FIRST_CELL = _RECORDS_AT // 8
+RECORDS_AT = _HEADER_BYTES + MAX_NAMES * _NAME_BYTES
+_FIRST_CELL = RECORDS_AT // 8
 TRACE_BYTES = 256 << 10
 """About 4,000 records."""
 ASKED_TRACE_BYTES = 4 << 20
@@ -136,7 +136,7 @@ class TraceBuffer:
     def __init__(self, memory: Any) -> None:
         self.memory = memoryview(memory).cast("B")
         self.cells = self.memory[: self.memory.nbytes // 8 * 8].cast("q")
-        self.capacity = (self.memory.nbytes - _RECORDS_AT) // RECORD.size
+        self.capacity = (self.memory.nbytes - RECORDS_AT) // RECORD.size
         self.next_number = itertools.count(self.cells[_HEAD]).__next__
         self.names = {name: number for number, name in enumerate(_read_names(self.memory), 1)}
         self.place = NO_PLACE
@@ -159,7 +159,7 @@ class TraceBuffer:
     ) -> int:
         """Record a span and return its number. An ``end_ns`` of 0 means that it has not ended."""
         number = self.next_number()
-        at = _RECORDS_AT + number % self.capacity * 64
+        at = RECORDS_AT + number % self.capacity * 64
         # fmt: off
         _pack_into(self.memory, at, number, start_ns, end_ns, a, b, kind, name, thread, part,
                    pass_, batch, rows, extra)
@@ -178,12 +178,12 @@ class TraceBuffer:
 
     def set_extra(self, number: int, extra: int) -> None:
         """Set the ``extra`` field of a record."""
-        at = _RECORDS_AT + number % self.capacity * RECORD.size
+        at = RECORDS_AT + number % self.capacity * RECORD.size
         _INT32.pack_into(self.memory, at + RECORD.size - 4, min(max(extra, -1), 2**31 - 1))
 
     def set_rows(self, number: int, rows: int) -> None:
         """Correct the number of samples of a record."""
-        at = _RECORDS_AT + number % self.capacity * RECORD.size
+        at = RECORDS_AT + number % self.capacity * RECORD.size
         _INT32.pack_into(self.memory, at + RECORD.size - 8, rows)
 
     def copy_to(self, fd: int, offset: int, since: int) -> int:
@@ -193,11 +193,11 @@ class TraceBuffer:
         """
         head = self.cells[_HEAD]
         first = max(since, head - self.capacity)
-        os.pwrite(fd, self.memory[8:_RECORDS_AT], offset + 8)
+        os.pwrite(fd, self.memory[8:RECORDS_AT], offset + 8)
         while first < head:
             place = first % self.capacity
             count = min(head - first, self.capacity - place)
-            at = _RECORDS_AT + place * RECORD.size
+            at = RECORDS_AT + place * RECORD.size
             os.pwrite(fd, self.memory[at : at + count * RECORD.size], offset + at)
             first += count
         os.pwrite(fd, head.to_bytes(8, "little"), offset)
@@ -233,14 +233,14 @@ def read_records(memory: Any, since: int) -> tuple[list[Record], int]:
     """
     view = memoryview(memory).cast("B")
     head = view[:8].cast("q")[0]
-    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    capacity = (view.nbytes - RECORDS_AT) // RECORD.size
     names = ["", *_read_names(view)]
     found: list[Record] = []
     first = max(since, head - capacity, 0)
     while first < head:  # up to the end of the memory, then from its beginning
         place = first % capacity
         last = min(head, first + capacity - place)
-        at = _RECORDS_AT + place * RECORD.size
+        at = RECORDS_AT + place * RECORD.size
         raw = RECORD.iter_unpack(view[at : at + (last - first) * RECORD.size])
         for number, fields in zip(range(first, last), raw, strict=True):
             # fmt: off
@@ -260,11 +260,11 @@ def first_since(memory: Any, since_ns: int) -> int:
     """Return the number of the first record that may have ended after ``since_ns``."""
     view = memoryview(memory).cast("B")
     number = head = view[:8].cast("q")[0]
-    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    capacity = (view.nbytes - RECORDS_AT) // RECORD.size
     oldest = max(0, head - capacity)
     while number > oldest:
         number = max(oldest, number - 64)
-        at = _RECORDS_AT + number % capacity * RECORD.size
+        at = RECORDS_AT + number % capacity * RECORD.size
         found, _, end_ns = RECORD.unpack_from(view, at)[:3]
         if found == number and 0 < end_ns < since_ns:
             return number
@@ -275,10 +275,10 @@ def start_of_last(memory: Any, num_records: int) -> int:
     """Return when the last ``num_records`` records start, or 0 if there are fewer."""
     view = memoryview(memory).cast("B")
     head = view[:8].cast("q")[0]
-    capacity = (view.nbytes - _RECORDS_AT) // RECORD.size
+    capacity = (view.nbytes - RECORDS_AT) // RECORD.size
     if head < num_records or num_records >= capacity:
         return 0
-    at = _RECORDS_AT + (head - num_records) % capacity * RECORD.size
+    at = RECORDS_AT + (head - num_records) % capacity * RECORD.size
     return int(RECORD.unpack_from(view, at)[1])
 
 
@@ -391,7 +391,7 @@ class span:
             pass_, batch, part = buffer.place
             # TraceBuffer.add(), inlined: the call would be a fifth of the cost of a span.
             number = self._number = buffer.next_number()
-            at = _RECORDS_AT + number % buffer.capacity * 64
+            at = RECORDS_AT + number % buffer.capacity * 64
             # fmt: off
             _pack_into(buffer.memory, at, number, now_ns(), 0, 0, 0, self._kind, name, writer[1],
                        part, pass_, batch, 0, 0)

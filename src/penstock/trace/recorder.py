@@ -12,13 +12,16 @@ process are available.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.options import Tracing
+from penstock.trace.columns import Columns, is_recent, recent_columns, to_columns
 from penstock.trace.record import (
     ASKED_TRACE_BYTES,
     NO_PLACE,
@@ -68,6 +71,8 @@ class ProcessRecords:
         self._memory = memory
         self._head = head
         self._open: list[Record] = []
+        self._columns: Columns | None = None
+        """The records of a process that has ended."""
 
     def read(self, pass_offset: int = 0, *, is_last: bool = False) -> None:
         """Read the new records. With ``is_last``, include open spans and release the memory."""
@@ -103,24 +108,25 @@ class ProcessRecords:
         return self.records[-num_records].start_ns if len(self.records) > num_records else 0
 
     def recent(self, since_ns: int, pass_offset: int = 0) -> dict[str, Any]:
-        """Return the lane of the records that ended after ``since_ns``. Nothing is consumed."""
-        found = self.records
+        """Return the lane of the records that ended after ``since_ns``, as columns.
+
+        Nothing is consumed.
+        """
         if self._memory is not None:
-            found, _ = read_records(self._memory, first_since(self._memory, since_ns))
-        spans = [
-            one._replace(pass_=one.pass_ + pass_offset)
-            if pass_offset and self._memory is not None and one.pass_ >= 0
-            else one
-            for one in found
-            if one.end_ns >= since_ns or not one.end_ns
-        ]
-        return {**self.to_lane(), "spans": spans, "num_lost": 0}
+            spans = recent_columns(self._memory, since_ns, pass_offset)
+        else:
+            if self._columns is None:
+                self._columns = to_columns(self.records)
+            spans = self._columns[is_recent(self._columns, since_ns)]
+        return {**self._describe(), "spans": spans}
 
     def to_lane(self) -> dict[str, Any]:
         """Return the records as plain values, including open spans."""
+        return {**self._describe(), "spans": [*self.records, *self._open]}
+
+    def _describe(self) -> dict[str, Any]:
         names = ("name", "role", "number", "pid", "num_lost")
-        lane = {name: getattr(self, name) for name in names}
-        return {**lane, "spans": [*self.records, *self._open]}
+        return {name: getattr(self, name) for name in names}
 
 
 class WorkerBuffers:
@@ -436,7 +442,7 @@ class Recorder:
     # -- for metrics -----------------------------------------------------------------------------
 
     def recent_records(self, window_ns: int) -> dict[str, Any]:
-        """Return the records of the last part of the run, at most ``window_ns`` of it.
+        """Return the records of the last part of the run as columns, at most ``window_ns`` of it.
 
         The part is shorter where it would hold more than ``MAX_RECENT`` records. The user's spans
         are left out. Unlike :meth:`records`, a call reads no more than that part.
@@ -490,6 +496,19 @@ def _num_user_spans() -> int:
 
 
 _kept: list[Recorder] | None = None
+_live: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_when_made: list[Callable[[], None]] = []
+
+
+def live_recorders() -> list[Recorder]:
+    """Return the recorders of the loaders that were iterated and still exist, oldest first."""
+    return [recorder for _, recorder in sorted(_live.items())]
+
+
+def when_made(call: Callable[[], None]) -> None:
+    """Call a function once, when the next loader is iterated for the first time."""
+    _when_made.append(call)
 
 
 def keep_recorders() -> list[Recorder]:
@@ -515,6 +534,9 @@ def make_recorder(trace: Any) -> Recorder:
         recorder.traces_samples, recorder.traces_steps = trace.samples, trace.steps
     if _kept is not None:
         _kept.append(recorder)
+    _live[next(_numbers)] = recorder
+    while _when_made:
+        _when_made.pop()()
     return recorder
 
 

@@ -1,26 +1,32 @@
 """Alarms: whether a run waits too much, or is slower than another run, beyond its own noise.
 
-    model --> time of each steady batch --> NUM_BLOCKS blocks --> mean and noise of a run
+    model --> time of each steady batch --> blocks --> mean and noise of a run
 
 Blocks of a run differ because the machine, the data and the training step vary. Their spread gives
-the noise: half the width of the 95% confidence interval of the mean. Called by ``penstock run
---max-wait``, ``penstock trace compare --fail-if`` and ``penstock bench``.
+the noise: half the width of the 95% confidence interval of the mean. A slow drift shows only in
+long blocks, and fast changes are measured best with many. So the noise is the larger of those that
+ten and five blocks give. Runs in which other programs held the cores are not judged.
+
+Called by ``penstock run --max-wait``, ``penstock trace compare --fail-if`` and ``penstock bench``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.trace.accounting import make_account
+from penstock.trace.diagnosis import OTHERS_HOLD_CORES, wait_for_others
 from penstock.trace.model import TraceModel
 
-NUM_BLOCKS = 10
-MIN_BATCHES = 2 * NUM_BLOCKS
+_T_95 = {10: 2.262, 5: 2.776}
+"""Student's t of a two-sided 95% interval, by number of blocks."""
+MIN_BATCHES = 2 * max(_T_95)
 """With fewer batches after start-up, the noise cannot be measured."""
-_T_95 = 2.262
-"""Student's t of a two-sided 95% interval, for ``NUM_BLOCKS - 1`` degrees of freedom."""
 _WAITING = ("stall", "fetch")
 _STEADY = (*_WAITING, "step", "deliver", "transfer")
 
@@ -48,21 +54,23 @@ class Slowdown:
     Args:
         share: The part of the first run's rate that is missing, such as 0.05.
         noise: Half the width of the 95% confidence interval of ``share``.
+        is_busy: Other programs held the cores in one of the runs.
     """
 
     share: float
     noise: float
+    is_busy: bool = False
 
     def is_above(self, limit: float) -> bool:
-        """Return True if the slowdown is above the limit, and not within the noise.
+        """Return True if the whole confidence interval is above the limit, and no run was busy.
 
         Example:
             >>> Slowdown(share=0.08, noise=0.02).is_above(0.05)
             True
-            >>> Slowdown(share=0.08, noise=0.10).is_above(0.05)
+            >>> Slowdown(share=0.08, noise=0.04).is_above(0.05)
             False
         """
-        return self.share > limit and self.share > self.noise
+        return not self.is_busy and self.share - self.noise > limit
 
 
 def batch_times(model: TraceModel) -> list[BatchTime]:
@@ -85,45 +93,53 @@ def batch_times(model: TraceModel) -> list[BatchTime]:
     return [times for times in found.values() if times.took_s > 0 and times.rows]
 
 
+def is_busy(model: TraceModel) -> bool:
+    """Return True if the workers waited for cores that other programs held."""
+    return wait_for_others(make_account(model), model.facts) > OTHERS_HOLD_CORES
+
+
 def measure_wait(model: TraceModel) -> BlockMean | None:
     """Return the share of the time in which the loop waits for batches, or None if too short."""
-    blocks = _blocks(batch_times(model))
-    shares = [sum(b.waited_s for b in block) / sum(b.took_s for b in block) for block in blocks]
-    return _measure(shares) if shares else None
+    return _measure(
+        batch_times(model), lambda some: sum(b.waited_s for b in some) / sum(b.took_s for b in some)
+    )
 
 
 def measure_noise(model: TraceModel) -> float | None:
     """Return the noise of the rate, as a share of it, or None if the run is too short."""
-    logs = _log_rates(model)
-    return math.expm1(_measure(logs).noise) if logs else None
+    rate = _log_rate(model)
+    return None if rate is None else math.expm1(rate.noise)
 
 
 def measure_slowdown(before: TraceModel, after: TraceModel) -> Slowdown | None:
     """Compare the rates of two runs, or return None if one of them is too short."""
-    logs = []
-    for model in (before, after):
-        rates = _log_rates(model)
-        if not rates:
-            return None
-        logs.append(_measure(rates))
-    ratio = math.exp(logs[1].value - logs[0].value)
-    return Slowdown(share=1.0 - ratio, noise=ratio * math.hypot(logs[0].noise, logs[1].noise))
+    first, second = _log_rate(before), _log_rate(after)
+    if first is None or second is None:
+        return None
+    ratio = math.exp(second.value - first.value)
+    return Slowdown(
+        share=1.0 - ratio,
+        noise=ratio * math.hypot(first.noise, second.noise),
+        is_busy=is_busy(before) or is_busy(after),
+    )
 
 
-def _log_rates(model: TraceModel) -> list[float]:
-    """Return the logarithm of the rate of each block."""
-    blocks = _blocks(batch_times(model))
-    return [math.log(sum(b.rows for b in some) / sum(b.took_s for b in some)) for some in blocks]
+def _log_rate(model: TraceModel) -> BlockMean | None:
+    return _measure(
+        batch_times(model),
+        lambda some: math.log(sum(b.rows for b in some) / sum(b.took_s for b in some)),
+    )
 
 
-def _blocks(batches: list[BatchTime]) -> list[list[BatchTime]]:
-    """Split into blocks of equal size, or return none if there are too few batches."""
+def _measure(
+    batches: list[BatchTime], read: Callable[[list[BatchTime]], float]
+) -> BlockMean | None:
+    """Return the mean and the noise of a value of blocks, or None if there are too few batches."""
     if len(batches) < MIN_BATCHES:
-        return []
-    bounds = [len(batches) * block // NUM_BLOCKS for block in range(NUM_BLOCKS + 1)]
-    return [batches[bounds[n] : bounds[n + 1]] for n in range(NUM_BLOCKS)]
-
-
-def _measure(values: list[float]) -> BlockMean:
-    noise = _T_95 * statistics.stdev(values) / math.sqrt(len(values))
-    return BlockMean(value=statistics.fmean(values), noise=noise)
+        return None
+    noises = []
+    for num_blocks, t_95 in _T_95.items():
+        bounds = [len(batches) * block // num_blocks for block in range(num_blocks + 1)]
+        values = [read(batches[start:end]) for start, end in itertools.pairwise(bounds)]
+        noises.append(t_95 * statistics.stdev(values) / math.sqrt(num_blocks))
+    return BlockMean(value=read(batches), noise=max(noises))

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import make_server
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from penstock.errors import BadArgument, MissingExtra
 from penstock.trace import prometheus
 from penstock.trace.diagnosis import CAUSES
 from penstock.trace.metrics import Metrics
-from support import served_ranks
+from support import command_line, scraped_script, served_ranks
 from support.debian_programs import find_program
 from support.paths import REPO
 
@@ -100,7 +102,7 @@ def test_each_field_of_the_metrics_is_exported() -> None:
     fields = set(Metrics.__dataclass_fields__) - {"is_off"}
     assert {field.partition(".")[0] for field in prometheus._FIELDS} == fields
     names = {name for name, _ in found}
-    expected = {f"penstock_{name}" for name, _ in prometheus._FIELDS.values()}
+    expected = {f"penstock_{name}" for name in prometheus._FIELDS.values()}
     expected = {name for name in expected if "_network_" not in name}  # nothing in object storage
     if sys.platform != "linux":
         expected -= {"penstock_read_bytes", "penstock_disk_read_bytes"}
@@ -204,6 +206,124 @@ def test_a_loader_gives_the_same_batches_while_it_is_scraped(
     assert loader.timeline().num_batches == 100
 
 
+class Words(Photos):
+    pass
+
+
+def test_without_a_list_all_loaders_of_the_program_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prometheus, "FRESH_S", 0.0)
+    gc.collect()  # loaders of earlier tests
+    with serving(None) as endpoint:
+
+        def loaders() -> set[str]:
+            return {dict(labels)["loader"] for _, labels in scrape(endpoint.url)}
+
+        before = loaders()
+        made = [iterate(Words()), iterate(Words())]
+        assert loaders() - before == {"Words", "Words 2"}
+        del made[0]
+        gc.collect()
+        assert loaders() - before == {"Words"}
+
+
+def iterate(dataset: Any) -> penstock.DataLoader[Any]:
+    loader: Any = penstock.DataLoader(dataset, batch_size=8, on_error="skip")
+    for _ in loader:
+        pass
+    return loader
+
+
+# Clients that hang
+
+
+@contextlib.contextmanager
+def hanging_clients(port: int) -> Iterator[list[socket.socket]]:
+    """Connect clients that send nothing or half a request, or never read the answer."""
+    texts = [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"]
+    with contextlib.ExitStack() as stack:
+        found = []
+        for text in texts * 4:
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(text)
+            found.append(client)
+        yield found
+
+
+def is_waiting(client: socket.socket) -> bool:
+    """Return True if the server has neither answered nor closed the connection."""
+    client.setblocking(False)
+    try:
+        client.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("trace", [None, True])
+def test_clients_that_hang_delay_no_batch(monkeypatch: pytest.MonkeyPatch, trace: Any) -> None:
+    monkeypatch.setattr(prometheus._QuietHandler, "timeout", 600)
+    loader: Any = penstock.DataLoader(list(range(400)), batch_size=4, num_workers=2, trace=trace)
+    with serving(loader) as endpoint, hanging_clients(endpoint.port) as clients:
+        assert sum(len(batch) for batch in loader) == 400
+        assert [is_waiting(client) for client in clients].count(True) >= 8  # they hang still
+        assert scrape(endpoint.url)
+
+
+def test_a_server_without_threads_would_wait_for_a_client_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control: the clients above do hang. A loop that serves them itself stands still."""
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+    monkeypatch.setattr(prometheus._QuietHandler, "timeout", 600)
+    loader: Any = penstock.DataLoader(list(range(8)), batch_size=4)
+    server = make_server("127.0.0.1", 0, lambda *_: [], handler_class=prometheus._QuietHandler)
+    delivered = []
+
+    def train() -> None:
+        for batch in loader:
+            server.handle_request()
+            delivered.append(batch)
+
+    with server:
+        with hanging_clients(server.server_port) as clients:
+            thread = threading.Thread(target=train, daemon=True)
+            thread.start()
+            thread.join(2.0)
+            assert delivered == []
+            assert is_waiting(clients[0])
+        thread.join(240)  # the clients are gone
+    assert len(delivered) == 2
+
+
+@pytest.mark.parametrize("trace", [None, True])
+def test_metrics_that_take_forever_delay_no_batch(trace: Any) -> None:
+    """A thread holds the lock of the records as if it computed metrics all the time."""
+    loader: Any = penstock.DataLoader(list(range(400)), batch_size=4, num_workers=2, trace=trace)
+    batches = iter(loader)
+    next(batches)
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with loader._recorder._lock:
+            is_held.set()
+            is_done.wait(600)
+
+    threads = [threading.Thread(target=hold, daemon=True)]
+    threads[0].start()
+    assert is_held.wait(240)
+    threads.append(threading.Thread(target=loader.timeline, daemon=True))
+    threads[1].start()
+    for _ in range(90):
+        next(batches)
+    assert threads[1].is_alive()  # control: a reader of the records does wait
+    is_done.set()
+    for thread in threads:
+        thread.join(240)
+    assert sum(1 for _ in batches) == 9
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     pytest.importorskip("prometheus_client", reason="needs prometheus-client")
     plain: Any = torch.utils.data.DataLoader(range(4))  # type: ignore[arg-type]
@@ -237,7 +357,7 @@ def expressions() -> list[str]:
 
 def unknown_metrics(text: str) -> set[str]:
     """Return the metrics in a text that the endpoint does not export."""
-    exported = {f"penstock_{name}" for name, _ in prometheus._FIELDS.values()}
+    exported = {f"penstock_{name}" for name in prometheus._FIELDS.values()}
     return set(re.findall(r"\bpenstock_\w+", text)) - exported
 
 
@@ -247,6 +367,93 @@ def test_the_dashboard_shows_only_metrics_that_are_exported() -> None:
     assert unknown_metrics(text.replace("wait_ratio", "wait_share")) == {"penstock_wait_share"}
     labels = set(re.findall(r"\{\{(\w+)\}\}", text))
     assert labels - FIXED_LABELS <= {*prometheus._LABELS.values(), "quantile"}
+
+
+# Scripts under penstock run
+
+
+@contextlib.contextmanager
+def script(*launcher: str, stop: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the script until the ``with`` block ends."""
+    command = [sys.executable, *launcher, scraped_script.__file__, str(stop)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            yield program
+        finally:
+            stop.touch()
+            try:
+                program.communicate(timeout=240)
+            finally:
+                program.kill()
+
+
+def read_urls(program: subprocess.Popen[str], count: int) -> dict[str, str]:
+    """Read the addresses that the ranks print, by what stands before."""
+    found: dict[str, str] = {}
+    assert program.stderr is not None
+    for line in program.stderr:
+        if match := re.match(r"(penstock.*): metrics: (http://\S+)$", line):
+            found[match[1]] = match[2]
+            if len(found) == count:
+                break
+    assert len(found) == count
+    return found
+
+
+def test_a_script_is_served_without_a_change(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+    run = ("-m", "penstock", "run", "--metrics-port", "0")
+    with script(*run, stop=tmp_path / "stop") as program:
+        url = read_urls(program, 1)["penstock"]
+        labels = frozenset({("loader", "Photos"), ("rank", "0")})
+        wait_until(lambda: scrape(url).get(("penstock_samples_total", labels), 0) > 0)
+    assert program.returncode == 0
+    plain = tmp_path / "plain.py"
+    plain.write_text("from torch.utils.data import DataLoader\nprint(list(DataLoader(range(4))))")
+    command = [sys.executable, "-m", "penstock", "run", str(plain)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "ran on Penstock's engine" in done.stderr
+    assert "metrics:" not in done.stderr  # without the option
+
+
+def test_a_script_does_not_start_if_the_client_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "prometheus_client.py").write_text("raise ImportError")
+    (tmp_path / "train.py").write_text("print('ran')")
+    command = [sys.executable, "-m", "penstock", "run", "--metrics-port", "0", "train.py"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 2, done.stderr
+    assert 'pip install "penstock[prometheus]"' in done.stderr
+    assert "ran" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="penstock top reads /proc")
+def test_each_rank_under_torchrun_has_its_own_port_and_is_shown_by_top(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    run = ("-m", "penstock", "run", "--metrics-port", port)
+    with script(*launcher, *run, stop=tmp_path / "stop") as program:
+        urls = read_urls(program, 2)
+        assert len(set(urls.values())) == 2
+        for rank in ("0", "1"):
+            url = urls[f"penstock (rank {rank})"]
+            wait_until(lambda url=url: any("samples_total" in name for name, _ in scrape(url)))
+            assert {dict(labels)["rank"] for _, labels in scrape(url)} == {rank}
+
+        def shown_ranks() -> list[str]:
+            views = json.loads(command_line.invoke("top", "--json").output)
+            return sorted(one["rank"] for one in views if str(tmp_path) in one["program"])
+
+        wait_until(lambda: shown_ranks() == ["0", "1"])
+    assert program.returncode == 0
 
 
 # A real Prometheus

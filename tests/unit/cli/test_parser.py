@@ -17,7 +17,7 @@ def read(line: str) -> dict[str, Any]:
     options = vars(make_parser().parse_args(["run", *line.split()]))
     defaults = {name: option.default for name, option in options_of(PatchOptions).items()}
     defaults |= {"command": "run", "is_module": False, "execute": options["execute"]}
-    defaults |= {"conv": None, "max_wait": None}
+    defaults |= {"conv": None, "max_wait": None, "metrics_port": None}
     return {name: value for name, value in options.items() if value != defaults.get(name, ())}
 
 
@@ -58,6 +58,7 @@ def read(line: str) -> dict[str, Any]:
             "--max-restarts 3 --sample-timeout-s 2.5 --conv off train.py",
             {"max_restarts": 3, "sample_timeout_s": 2.5, "conv": "off", "script": ["train.py"]},
         ),
+        ("--metrics-port 0 train.py", {"metrics_port": 0, "script": ["train.py"]}),
         ("--max-wait 12.5% train.py", {"max_wait": 0.125, "script": ["train.py"]}),
         ("-m package.train", {"is_module": True, "script": ["package.train"]}),
         (

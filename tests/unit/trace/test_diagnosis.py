@@ -292,3 +292,22 @@ def test_no_setting_is_advised_that_is_on_already() -> None:
     copies = Account(num_batches=50, steady_s=1.0, transfer_s=0.8, step_s=0.2)
     assert "device=" in diagnose(copies, {}).remedy
     assert "device=" not in diagnose(copies, {"device": "cuda"}).remedy
+
+
+@pytest.mark.parametrize("cpu_share", [0.05, 0.95])
+def test_a_loader_that_chooses_its_workers_is_not_told_a_number(cpu_share: float) -> None:
+    def verdict(**facts: Any) -> Any:
+        records = synthetic_traces.make_records(num_batches=60, cpu_share=cpu_share, **facts)
+        return Timeline(records).verdict
+
+    chosen, asked = verdict(is_auto=True), verdict()
+    assert "num_workers=" in asked.remedy
+    assert "num_workers" not in chosen.remedy
+    assert 'num_workers="auto" chose 2 workers' in chosen.sentence
+
+
+def test_too_little_memory_with_automatic_workers_is_not_answered_with_a_number() -> None:
+    busy = WorkerAccount(number=0, fetch_s=0.9, row_s=0.01, stall_busy_share=1.0)
+    run = idle(workers=(busy,) * 4, stall_s=0.9, step_s=0.1, num_faults=5000)
+    assert diagnose(run, {}).remedy == "DataLoader(..., num_workers=2)"
+    assert diagnose(run, {"is_auto": True}).remedy == "a smaller batch_size"

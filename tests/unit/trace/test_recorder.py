@@ -74,7 +74,7 @@ def test_epochs_are_counted_on_from_pool_to_pool() -> None:
 
 
 def recent(recorder: Recorder) -> list[Record]:
-    return [span for lane in recorder.recent_records(10**18)["lanes"] for span in lane["spans"]]
+    return [span for lane in recorder.records()["lanes"] for span in lane["spans"]]
 
 
 def test_a_batch_is_recorded_with_what_was_waited_for_and_brought_to_the_device() -> None:

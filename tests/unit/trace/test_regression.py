@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -63,7 +65,54 @@ def test_a_difference_within_the_noise_does_not_fail() -> None:
         failures += found.is_above(0.0)
     assert failures <= 4
     assert not Slowdown(share=0.2, noise=0.3).is_above(0.05)
+    assert not Slowdown(share=0.2, noise=0.16).is_above(0.05)
     assert Slowdown(share=0.2, noise=0.1).is_above(0.05)
+
+
+def drifting(seed: int) -> TraceModel:
+    """Return a run whose speed drifts slowly, by up to some 15%."""
+    draw = random.Random(seed).gauss
+    slow, level = {}, draw(1.0, 0.03)
+    for batch in range(201):
+        level += 0.01 * (1.0 - level) + draw(0.0, 0.006)
+        slow[batch] = level
+    return run(201, slow=slow)
+
+
+def test_the_noise_covers_a_slow_drift() -> None:
+    """Batches of a drifting run are alike, so a noise that took them for independent is too small.
+
+    Control: the spread of single batches alone raises alarms.
+    """
+    num_alarms = num_naive = 0
+    for seed in range(0, 80, 2):
+        runs = drifting(seed), drifting(seed + 1)
+        found = measure_slowdown(*runs)
+        assert found is not None
+        num_alarms += found.is_above(0.02)
+        rates = [[8 / one.took_s for one in batch_times(model)] for model in runs]
+        spread = max(statistics.stdev(some) / statistics.fmean(some) for some in rates)
+        naive = 1.96 * math.sqrt(2) * spread / math.sqrt(200)
+        num_naive += found.share > max(0.02, naive)
+    assert num_alarms <= 2
+    assert num_naive > 5
+
+
+@pytest.mark.parametrize(("queued", "is_judged"), [(0.5, False), (0.0, True)])
+def test_a_run_beside_other_programs_is_not_judged(queued: float, is_judged: bool) -> None:
+    def record(fetch_ms: float) -> TraceModel:
+        records = synthetic_traces.make_records(num_batches=60, fetch_ms=fetch_ms, cpu_share=0.4)
+        for lane in records["lanes"][1:]:
+            lane["spans"] = [
+                one._replace(b=int(queued * (one.end_ns - one.start_ns))) for one in lane["spans"]
+            ]
+        return make_model(records)
+
+    found = measure_slowdown(record(20.0), record(30.0))
+    assert found is not None
+    assert found.share > 0.2
+    assert found.is_busy is not is_judged
+    assert found.is_above(0.05) is is_judged
 
 
 def test_a_run_that_is_too_short_has_no_noise() -> None:
