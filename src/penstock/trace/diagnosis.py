@@ -296,9 +296,9 @@ class _CauseSearch:
         ]
         asked = self.facts.get("prefetch_factor")
         depth = max(8, 2 * asked) if isinstance(asked, int) else 8
-        remedy = (
-            f"DataLoader(..., prefetch_factor={depth}), and trace=penstock.Tracing(samples=True)"
-        )
+        remedy = f"DataLoader(..., prefetch_factor={depth})"
+        if self.facts.get("traces_samples") is not True:
+            remedy += ", and trace=penstock.Tracing(samples=True)"
         return self._say("slow sample", text, evidence, remedy)
 
     def _slow_ones(self) -> list[WorkerAccount]:

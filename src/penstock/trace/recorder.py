@@ -532,6 +532,7 @@ def make_recorder(trace: Any) -> Recorder:
     )
     if is_asked:
         recorder.traces_samples, recorder.traces_steps = trace.samples, trace.steps
+        recorder.facts["traces_samples"] = trace.samples
     if _kept is not None:
         _kept.append(recorder)
     _live[next(_numbers)] = recorder

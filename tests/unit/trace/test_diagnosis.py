@@ -306,6 +306,16 @@ def test_a_loader_that_chooses_its_workers_is_not_told_a_number(cpu_share: float
     assert 'num_workers="auto" chose 2 workers' in chosen.sentence
 
 
+def test_tracing_of_samples_is_not_advised_where_it_is_on() -> None:
+    def remedy(**facts: Any) -> str:
+        slow = dict.fromkeys((20, 41), 40.0)
+        records = synthetic_traces.make_records(num_batches=60, slow=slow, step_ms=11.0, **facts)
+        return Timeline(records).verdict.remedy
+
+    assert "Tracing(samples=True)" in remedy()
+    assert remedy(traces_samples=True) == "DataLoader(..., prefetch_factor=8)"
+
+
 def test_too_little_memory_with_automatic_workers_is_not_answered_with_a_number() -> None:
     busy = WorkerAccount(number=0, fetch_s=0.9, row_s=0.01, stall_busy_share=1.0)
     run = idle(workers=(busy,) * 4, stall_s=0.9, step_s=0.1, num_faults=5000)
