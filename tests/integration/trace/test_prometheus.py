@@ -244,7 +244,7 @@ def hanging_clients(port: int) -> Iterator[list[socket.socket]]:
     texts = [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"]
     with contextlib.ExitStack() as stack:
         found = []
-        for text in texts * 4:
+        for text in texts:  # few enough for the queue of a server that accepts none of them
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(text)
             found.append(client)
@@ -267,7 +267,7 @@ def test_clients_that_hang_delay_no_batch(monkeypatch: pytest.MonkeyPatch, trace
     loader: Any = penstock.DataLoader(list(range(400)), batch_size=4, num_workers=2, trace=trace)
     with serving(loader) as endpoint, hanging_clients(endpoint.port) as clients:
         assert sum(len(batch) for batch in loader) == 400
-        assert [is_waiting(client) for client in clients].count(True) >= 8  # they hang still
+        assert [is_waiting(client) for client in clients].count(True) >= 2  # they hang still
         assert scrape(endpoint.url)
 
 
