@@ -27,10 +27,10 @@ from penstock.engine.memory.messages import (
     trace_buffers,
 )
 from penstock.machine.kernel_files import read_fields, read_text
-from penstock.trace.columns import recent_columns
 from penstock.trace.live_status import NAME, read_status
 from penstock.trace.metrics import WINDOW_S, Metrics, make_metrics, sum_io
 from penstock.trace.record import Kind, now_ns, read_records, start_of_last
+from penstock.trace.record_columns import recent_columns
 
 _MEMFD = "/memfd:penstock"
 _NUM_TRIES = 5

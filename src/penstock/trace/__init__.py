@@ -17,7 +17,7 @@ Reading, from plain records (without a loader, workers or a GPU):
     timeline          ``penstock.Timeline``: the public interface to all of these
     regression        alarms: a run that waits too much, or is slower than another, beyond the noise
     what_if           ``penstock.simulate``
-    columns           records as NumPy columns, for metrics
+    record_columns    records as NumPy columns, for metrics
     live_status       what ``penstock top`` reads from outside
     metrics           ``loader.metrics()``: rates, waits and the verdict of the last seconds
     prometheus        ``penstock.serve_metrics``: the same for Prometheus

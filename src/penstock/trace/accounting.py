@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.trace.columns import Columns
 from penstock.trace.model import TraceModel
+from penstock.trace.record_columns import Columns
 from penstock.trace.span_table import (
     CODES,
     LaneColumns,

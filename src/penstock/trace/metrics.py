@@ -16,8 +16,8 @@ import numpy as np
 
 from penstock.machine.host import io_bytes
 from penstock.trace.accounting import account_spans
-from penstock.trace.columns import Columns
 from penstock.trace.diagnosis import Diagnosis, diagnose
+from penstock.trace.record_columns import Columns
 from penstock.trace.recorder import Recorder
 from penstock.trace.span_table import SpanTable, batch_keys, tabulate_records, took_ns
 

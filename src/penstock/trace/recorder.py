@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.options import Tracing
-from penstock.trace.columns import Columns, is_recent, recent_columns, to_columns
 from penstock.trace.record import (
     ASKED_TRACE_BYTES,
     NO_PLACE,
@@ -40,6 +39,7 @@ from penstock.trace.record import (
 
 if TYPE_CHECKING:
     from penstock.trace.live_status import LiveStatus
+    from penstock.trace.record_columns import Columns
 
 PUBLISH_NS = 1_000_000_000
 """Interval between updates of the status that ``penstock top`` reads."""
@@ -112,6 +112,8 @@ class ProcessRecords:
 
         Nothing is consumed.
         """
+        from penstock.trace.record_columns import is_recent, recent_columns, to_columns
+
         if self._memory is not None:
             spans = recent_columns(self._memory, since_ns, pass_offset)
         else:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.trace.columns import RECORD_COLUMNS, Columns, to_columns
 from penstock.trace.model import WORDS, TraceModel, most_at_once
 from penstock.trace.record import Kind
+from penstock.trace.record_columns import RECORD_COLUMNS, Columns, to_columns
 
 CODES = {kind: code for code, kind in enumerate(WORDS)}
 """The number of each kind of span."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.trace.columns import RECORD_COLUMNS, read_columns, recent_columns, to_columns
 from penstock.trace.record import RECORD, TRACE_BYTES, Kind, TraceBuffer, read_records
+from penstock.trace.record_columns import RECORD_COLUMNS, read_columns, recent_columns, to_columns
 
 pytestmark = pytest.mark.legacy
 
