@@ -2,13 +2,15 @@
 
 Rates are measured after a warm-up, in which "auto" finds its number of workers, in a program whose
 fork server is running. The ramp-up is a case of its own: the time from the creation of the loader
-to its first thousand samples.
+to its first thousand samples. dataloader-rs takes part where it is installed (Python 3.13).
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib
+import importlib.util
 import subprocess
 import sys
 import time
@@ -25,17 +27,19 @@ import torch
 import penstock
 from measure import Case, Contender, Pace, Target
 from penstock.cli.loader_timing import time_loader
-from waiting_datasets import AsyncDelayed, AsyncFetched, Delayed, Fetched
+from waiting_datasets import AsyncDelayed, AsyncFetched, Delayed, Fetched, InThreads
 
 BATCH_SIZE = 16
 WAIT_S = 0.02
-WARM_UP_S = 4.0
+WARM_UP_S, TUNING_S = 1.0, 8.0
+"""Before a rate is measured. "auto" tries several numbers of workers."""
 NUM_RAMP = 1_000
-FIXED = (16, 32, 64)
+NUM_STARTED = 64
+FIXED = (32, 64, 128)
 TORCH: Any = torch.utils.data.DataLoader
 OURS: Any = penstock.DataLoader
 AUTO, ASYNC = "Penstock, num_workers='auto'", "Penstock, async, 2 workers, in_flight=64"
-TWO = "PyTorch, 2 workers"
+TWO, RUST = "PyTorch, 2 workers", "dataloader-rs, 128 threads"
 Makers = Mapping[str, Callable[[], Any]]
 
 
@@ -44,12 +48,26 @@ def _theirs(num_workers: int) -> str:
 
 
 def _makers(data: Any, async_data: Any) -> dict[str, Callable[[], Any]]:
+    peers = {RUST: partial(_make_rust, data)} if importlib.util.find_spec("dataloader_rs") else {}
     return {
-        TWO: partial(TORCH, data, BATCH_SIZE, num_workers=2),
         **{_theirs(n): partial(TORCH, data, BATCH_SIZE, num_workers=n) for n in FIXED},
+        **peers,
         AUTO: partial(OURS, data, BATCH_SIZE, num_workers="auto"),
         ASYNC: partial(OURS, async_data, BATCH_SIZE, num_workers=2, in_flight=64),
     }
+
+
+def _make_rust(data: Any) -> Any:
+    """Return dataloader-rs with 128 samples in flight, as its manual advises for waiting."""
+    rust: Any = importlib.import_module("dataloader_rs")
+    kind = type("Samples", (InThreads, rust.PyDataset), {})
+    return rust.PyDataloader(
+        kind(data),
+        batch_size=BATCH_SIZE,
+        num_workers=128 // BATCH_SIZE,
+        items_in_parallel=BATCH_SIZE,
+        collate_fn=torch.utils.data.default_collate,
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,7 +78,8 @@ def _warm_fork_server() -> None:
 
 def _rate(make: Callable[[], Any], pace: Pace) -> float:
     _warm_fork_server()
-    warm_up_s = WARM_UP_S * pace.window_s / Pace().window_s
+    is_auto = isinstance(make, partial) and make.keywords.get("num_workers") == "auto"
+    warm_up_s = (TUNING_S if is_auto else WARM_UP_S) * pace.window_s / Pace().window_s
     timing = time_loader(make, warm_up_s=warm_up_s, window_s=pace.window_s)
     return BATCH_SIZE * timing.batches_per_s
 
@@ -91,13 +110,18 @@ def _delays(wait_s: float, work_s: float = 0.0) -> dict[str, Callable[[], Any]]:
 
 def _level(pace: Pace, key: str, title: str, makers: Makers) -> Case:
     """Compare "auto" and async with PyTorch's best number of workers."""
-    best = (TWO, *map(_theirs, FIXED))
-    targets = {AUTO: (Target(bound=0.95), best), ASYNC: (Target(bound=1.0), (*best, AUTO))}
+    best = tuple(map(_theirs, FIXED))
+    others = (*best, AUTO, *([RUST] if RUST in makers else []))
+    targets = {AUTO: (Target(bound=0.95), best), ASYNC: (Target(bound=1.0), others)}
     return _case(key, title, makers, partial(_rate, pace=pace), targets)
 
 
 def _two_workers(pace: Pace) -> Case:
-    makers = {name: make for name, make in _delays(WAIT_S).items() if name in (TWO, AUTO)}
+    data = Delayed(WAIT_S)
+    makers = {
+        TWO: partial(TORCH, data, BATCH_SIZE, num_workers=2),
+        AUTO: partial(OURS, data, BATCH_SIZE, num_workers="auto"),
+    }
     targets = {AUTO: (Target(bound=8.0), (TWO,))}
     return _case("a", "20 ms a sample, 2 workers", makers, partial(_rate, pace=pace), targets)
 
@@ -172,6 +196,28 @@ def _memory(pace: Pace) -> Case:
     return _case("f", title, makers, _private_mib, targets, unit="MiB")
 
 
+def _start_s(make: Callable[[], Any]) -> float:
+    """Return the seconds until every worker of a new loader has answered."""
+    start_s = time.perf_counter()
+    batches = iter(make())
+    for _ in islice(batches, NUM_STARTED):
+        pass
+    return time.perf_counter() - start_s
+
+
+def _start(pace: Pace) -> Case:
+    _warm_fork_server()
+    options: dict[str, Any] = {"num_workers": NUM_STARTED, "prefetch_factor": 1}
+    data, name = Delayed(WAIT_S), f"Penstock, {NUM_STARTED} workers"
+    makers = {
+        _theirs(NUM_STARTED): partial(TORCH, data, 1, **options),
+        name: partial(OURS, data, 1, **options),
+    }
+    targets = {name: (Target(bound=1.0), (_theirs(NUM_STARTED),))}
+    title = f"Start of {NUM_STARTED} workers, until each has loaded a sample"
+    return _case("g", title, makers, _start_s, targets, unit="s")
+
+
 CASES: Mapping[str, Callable[[Pace], Case]] = MappingProxyType(
     {
         "a": _two_workers,
@@ -180,5 +226,6 @@ CASES: Mapping[str, Callable[[Pace], Case]] = MappingProxyType(
         "d": _web,
         "e": _mixed,
         "f": _memory,
+        "g": _start,
     }
 )

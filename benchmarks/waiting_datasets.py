@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import http.client
+import threading
 import time
 from typing import Any
 
@@ -83,3 +85,19 @@ class AsyncFetched(Fetched):
 
     async def _connect(self) -> Any:
         return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+class InThreads:
+    """A short copy of a dataset for loaders with threads. Each thread has its own connection."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__()
+        self.data, self.own = data, threading.local()
+
+    def __len__(self) -> int:
+        return 200_000
+
+    def __getitem__(self, index: int) -> Any:
+        if not hasattr(self.own, "data"):
+            self.own.data = copy.copy(self.data)
+        return self.own.data[index]

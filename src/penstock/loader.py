@@ -196,8 +196,8 @@ class DataLoader(TorchDataLoader[_T_co]):
                 remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
             )
         self._asked_prefetch = prefetch_factor
-        self._measured: dict[str, Any] = {}
-        """Fields of the workload that were measured."""
+        self._measured: dict[str, Any] = {}  # fields of the workload
+        self._tuning: Any = None  # see engine.parent.worker_tuning
         self._notes, self._warned = dict[str, None](), set[str]()
         self._changes = DatasetChanges(dataset)
         self._epoch_state = EpochState(self.seed)

@@ -20,6 +20,7 @@ from penstock.cli.user_code import describe_error, place_of
 from penstock.errors import BadTarget
 from penstock.machine.host import usable_cores
 from penstock.machine.other_load import cores_for, measure_load, say_load
+from penstock.order.event_loop import sample_getter
 from penstock.planning.sample_timing import spread_indices, time_samples
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     kept: list[Any] = []
     times_s, busy_s = [], 0.0
     indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
-    for timed in time_samples(source.dataset.__getitem__, indices, seconds):
+    for timed in time_samples(sample_getter(source.dataset), indices, seconds):
         if timed.error is not None:
             raise BadTarget(
                 f"dataset[{timed.index}] raises {describe_error(timed.error)}",
@@ -223,12 +224,19 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:
     """Run a loader for ``seconds`` without a training step, and return its timeline."""
+    from penstock.engine.loading.fetch import in_flight_of, most_in_flight
     from penstock.loader import DataLoader
 
+    # Repeated samples are async if those of the dataset inside are.
+    in_flight = most_in_flight(in_flight_of(dataset.dataset, "auto")) or "auto"
     with warnings.catch_warnings():  # more workers than cores are tried on purpose
         warnings.filterwarnings("ignore", message="This DataLoader will create", append=False)
         loader: Any = DataLoader(
-            dataset, batch_size=batch_size, num_workers=workers, collate_fn=collate_fn
+            dataset,
+            batch_size=batch_size,
+            num_workers=workers,
+            collate_fn=collate_fn,
+            in_flight=in_flight,
         )
         batches = iter(loader)
         next(batches)

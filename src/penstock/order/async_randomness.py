@@ -124,3 +124,16 @@ def describe_draw(generators: list[str], index: Any) -> SharedDraw:
         sample_index=index,
         generators=generators,
     )
+
+
+def describe_order(index: Any) -> SharedDraw:
+    """Return the error for a sample whose tasks draw in the order in which they continue."""
+    return SharedDraw(
+        f"several tasks of async sample {index!r} drew from penstock.rng() after an await: their "
+        "numbers depend on which of them continues first",
+        likely="asyncio.gather in __getitems__, with a random transform after the request",
+        remedy="draw before the first await of a task, or in one place, for example numbers = "
+        "penstock.rng().random(len(indices)); or async def __getitem__ without __getitems__",
+        sample_index=index,
+        generators=["penstock.rng()"],
+    )

@@ -58,6 +58,13 @@ class SampleRng:
         alone._key, alone.position = self._key, position
         return alone
 
+    def mark(self) -> Any:
+        """Return a value that changes with each draw of the sample."""
+        if self._generator is None:
+            return None
+        state: Any = self._generator.bit_generator.state
+        return state["state"]["counter"].tobytes(), state["buffer_pos"], state["has_uint32"]
+
     def generator(self) -> np.random.Generator:
         """Return the sample's generator. Later calls in the same sample continue its stream."""
         self.was_asked = True

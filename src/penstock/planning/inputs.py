@@ -45,7 +45,8 @@ class Workload(NamedTuple):
         is_iterable: True for an IterableDataset, which every worker would read completely.
         is_in_memory: True if the engine slices it (TensorDataset and similar).
         in_flight: Async samples that a worker has in flight at once. 0: the dataset is not async.
-        most_useful: More workers than this were tried, and samples did not arrive faster.
+        num_running: Workers that the times come from. 0: they were measured without workers.
+        tuned: Number of workers that was chosen while loading, and why.
         stays_because: The reason why the dataset cannot be sent to a worker process.
     """
 
@@ -58,5 +59,6 @@ class Workload(NamedTuple):
     is_iterable: bool = False
     is_in_memory: bool = False
     in_flight: int = 0
-    most_useful: int | None = None
+    num_running: int = 0
+    tuned: tuple[int, str] | None = None
     stays_because: str | None = None

@@ -202,7 +202,8 @@ def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
         >>> measure_workload(list(range(100))).num_samples
         100
     """
-    from penstock.order.global_generators import preserved_generators  # late: it imports NumPy
+    from penstock.order.event_loop import sample_getter  # late: it imports NumPy
+    from penstock.order.global_generators import preserved_generators
 
     if is_iterable_only(dataset):  # its samples have no index, and only one worker reads it
         return Workload(is_iterable=True)
@@ -214,7 +215,7 @@ def measure_workload(dataset: Any, limit_s: float = LIMIT_S) -> Workload:
     indices = spread_indices(length, MAX_SAMPLES)
 
     def samples() -> Iterator[TimedSample]:
-        for timed in time_samples(lambda i: dataset[i], indices, limit_s):
+        for timed in time_samples(sample_getter(dataset), indices, limit_s):
             if timed.error is not None:
                 raise timed.error
             yield timed

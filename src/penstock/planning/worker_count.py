@@ -39,7 +39,8 @@ WORTH_SHARE = 0.9
 NEAR_BEST = 1.05
 GPU_BOUND_SHARE = 0.05
 """If loading takes less than this fraction of a step, no worker is used."""
-PER_CORE = 8
+FIRST_MOST, GROWTH, MOST = 64, 4, 512
+"""Most workers at first, as a multiple of those whose times were measured, and ever."""
 WORKER_BYTES = {"forkserver": 48 << 20, "fork": 48 << 20, "spawn": 300 << 20, THREAD: 1 << 20}
 """Private memory of a worker. Idle workers measured 10 and 146 MiB. The rest is a margin for the
 user's libraries."""
@@ -53,12 +54,6 @@ class Ceiling(NamedTuple):
 
     num_workers: int
     reason: str
-
-
-_NOT_FASTER = "more workers were tried and were not faster"
-_OWN_CEILING = Ceiling(
-    num_workers=64, reason="more than 64 workers are started only if num_workers is given"
-)
 
 
 def choose_num_workers(
@@ -91,7 +86,9 @@ def choose_num_workers(
 
 
 def should_measure(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> bool:
-    """Return True if the number of workers depends on a measured batch.
+    """Return True if the first batches are loaded in this process, to measure them.
+
+    Also if earlier batches needed no workers, because samples or the step can change.
 
     Example:
         >>> linux, two = Machine(os="linux"), LoaderRequest(num_workers=2)
@@ -100,7 +97,9 @@ def should_measure(machine: Machine, request: LoaderRequest, work: Workload, met
         >>> should_measure(linux, two, Workload(), "forkserver")
         False
     """
-    return work.sample_s is None and _settled(machine, request, work, method) is None
+    if _settled(machine, request, work, method) is not None:
+        return False
+    return work.sample_s is None or not _measured(machine, request, work, method).value
 
 
 def _settled(
@@ -139,6 +138,10 @@ def _measured(machine: Machine, request: LoaderRequest, work: Workload, method: 
         reason = f"{shown}, {wall_s / step_s:.0%} of a step: the bottleneck is the step"
         return Choice(least, reason, "measured")
     most = _ceiling(machine, request, work, method).num_workers
+    if work.tuned is not None:
+        num_workers, why = work.tuned
+        fitting = min(num_workers, most_workers(machine, request, work, method).num_workers)
+        return Choice(fitting, f"{shown}{_waits(work)}; {why}", "measured")
     rounds = {n: _round_s(n, machine, work, batch_size) for n in range(1, most + 1)}
     epochs = rounds  # if the epoch's length is unknown, compare rounds
     if work.num_samples is not None:
@@ -188,9 +191,8 @@ def _waits(work: Workload) -> str:
         return f"; each has up to {work.in_flight} async samples in flight"
     if work.busy_share is None or work.busy_share > 0.8:
         return ""
-    tried = f"; {_NOT_FASTER}" if work.most_useful is not None else ""
     shown = f"{1 - work.busy_share:.0%}"
-    return f"; samples wait {shown} of the time, so workers can outnumber cores{tried}"
+    return f"; samples wait {shown} of the time, so workers can outnumber cores"
 
 
 def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
@@ -201,27 +203,22 @@ def _ceiling(machine: Machine, request: LoaderRequest, work: Workload, method: s
         most = Ceiling(num_workers=max(1, cores // ranks), reason=reason)
     if not work.in_flight and work.busy_share is not None and work.busy_share < 0.8:
         share = max(work.busy_share, 0.01)
-        waiting = min(_OWN_CEILING.num_workers, int(most.num_workers / share))
-        reason = "samples spend much of their time waiting"
-        most = Ceiling(num_workers=max(most.num_workers, waiting), reason=reason)
-    useful = None
-    if work.most_useful is not None:
-        useful = Ceiling(num_workers=work.most_useful, reason=_NOT_FASTER)
-    memory = memory_ceiling(machine, request, work, method)
-    return _lowest(most, memory, _file_ceiling(machine), _OWN_CEILING, useful)
+        waiting = max(most.num_workers, int(most.num_workers / share))
+        most = Ceiling(num_workers=waiting, reason="samples spend much of their time waiting")
+    first = max(FIRST_MOST, GROWTH * work.num_running)
+    first_most = Ceiling(num_workers=first, reason=f"not more than {first} workers at first")
+    return _lowest(most, first_most, most_workers(machine, request, work, method))
 
 
 def most_workers(machine: Machine, request: LoaderRequest, work: Workload, method: str) -> Ceiling:
     """Return the maximum for this machine, even for workers that mostly wait.
 
     Example:
-        >>> linux = Machine(os="linux", num_cpus=2)
+        >>> linux = Machine(os="linux", num_cpus=2, max_fds=256)
         >>> most_workers(linux, LoaderRequest(), Workload(), "forkserver").num_workers
-        16
+        48
     """
-    cores = machine.usable_cores
-    reason = f"more than {PER_CORE} workers per core only compete for {count(cores, 'usable core')}"
-    most = Ceiling(num_workers=PER_CORE * cores, reason=reason)
+    most = Ceiling(num_workers=MOST, reason=f"more than {MOST} workers are never started")
     return _lowest(most, memory_ceiling(machine, request, work, method), _file_ceiling(machine))
 
 

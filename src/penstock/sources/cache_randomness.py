@@ -16,13 +16,12 @@ Caches can be nested, and a sample can read several caches.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import operator
 import threading
 from typing import Any
 
 from penstock.order.dataset_generators import DatasetGenerators
+from penstock.order.event_loop import sample_getter
 from penstock.order.rng import active
 from penstock.order.sample_randomness import SampleRandomness
 
@@ -56,7 +55,7 @@ class CacheRandomness:
 
     def __init__(self, dataset: Any, key: int, has_drawn: bool | None = None) -> None:
         self._dataset, self._key, self._has_drawn = dataset, key, has_drawn
-        self._get = functools.partial(operator.getitem, dataset)
+        self._get = sample_getter(dataset)
         self._idle = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,8 +7,6 @@ shards use :class:`EncodedSamples`.
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 import re
 import statistics
 import time
@@ -20,6 +18,7 @@ import numpy as np
 
 from penstock.errors import BadArgument, CannotPack, PenstockError
 from penstock.options import check_count, check_seed
+from penstock.order.event_loop import sample_getter
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.sources.fields import (
@@ -115,7 +114,7 @@ def inspect_source(
     check_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     is_encoded = offers(dataset, "packed_sample")
-    get = dataset.packed_sample if is_encoded else functools.partial(operator.getitem, dataset)
+    get = dataset.packed_sample if is_encoded else sample_getter(dataset)
     times_s: list[float] = []
     probes = list(_probes(get, num_samples, on_error, check_seed("seed", seed), on_probe, times_s))
     if on_error != "raise":  # a sample that differs in form from the first counts as bad

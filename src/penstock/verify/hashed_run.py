@@ -10,6 +10,8 @@ from them draws the same seeds. They are restored afterwards.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import pickle
 import random
@@ -235,6 +237,16 @@ class Delayed:
         return self.dataset[index]
 
 
+class AsyncDelayed(Delayed):
+    """The same for an async dataset."""
+
+    async def __getitem__(self, index: Any) -> Any:
+        if self.num_left:
+            self.num_left -= 1
+            await asyncio.sleep(_random_s())
+        return await self.dataset[index]
+
+
 class CannotDelay(Exception):
     """The loader's samples cannot be delayed."""
 
@@ -246,4 +258,6 @@ def _delay_samples(loader: Any) -> None:
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     if is_stream or hasattr(dataset, "__getitems__"):
         raise CannotDelay("its samples are not loaded one by one from a .dataset")
-    vars(loader)["dataset"] = Delayed(dataset)  # torch's class refuses a normal assignment
+    is_async = inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None))
+    # torch's class refuses a normal assignment.
+    vars(loader)["dataset"] = AsyncDelayed(dataset) if is_async else Delayed(dataset)

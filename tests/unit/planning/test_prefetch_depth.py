@@ -50,6 +50,17 @@ def test_the_first_batch_and_slow_ones_are_cut_into_parts() -> None:
     assert measured(10.0).num_parts(10, is_first=False) == 2
 
 
+def test_many_workers_get_larger_parts_because_each_part_costs_the_training_process() -> None:
+    def parts(num_workers: int) -> int:
+        depth = PrefetchDepth(None, num_workers)
+        depth.open_batch(16)
+        depth.note(20 * MS * 16, 16)
+        return depth.num_parts(16, is_first=False)
+
+    assert parts(8) == 8
+    assert parts(128) < parts(32) == 16
+
+
 def test_a_moment_is_waited_only_while_many_quick_batches_are_open() -> None:
     assert measured(0.01).nap_s(num_open=3) > 0
     assert measured(0.01).nap_s(num_open=2) == 0

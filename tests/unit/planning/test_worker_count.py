@@ -123,11 +123,21 @@ def test_waiting_workers_are_bounded_by_memory_and_open_files(
     assert workers(waiting, box(num_cpus=2)).value > most
 
 
-def test_more_workers_that_were_not_faster_are_not_chosen_again() -> None:
-    waiting = Workload(sample_s=0.02, busy_share=0.01, num_samples=50_000, most_useful=8)
-    choice = workers(waiting, box(num_cpus=2))
+def test_a_number_that_was_chosen_while_loading_is_kept_with_its_reason() -> None:
+    waiting = Workload(sample_s=0.02, busy_share=0.01, num_samples=50_000)
+    tuned = waiting._replace(tuned=(8, "16 were tried and were not faster"))
+    choice = workers(tuned, box(num_cpus=2))
     assert choice.value == 8
-    assert "more workers were tried and were not faster" in choice.reason
+    assert "samples wait 99% of the time" in choice.reason
+    assert "16 were tried and were not faster" in choice.reason
+    assert workers(waiting, box(num_cpus=2)).value > 8
+    assert workers(tuned, box(num_cpus=2, max_fds=80)).value == 4
+
+
+def test_more_than_64_need_times_that_were_measured_in_workers() -> None:
+    waiting = Workload(sample_s=0.02, busy_share=0.005, num_samples=50_000)
+    assert workers(waiting, box(num_cpus=2)).value <= 64
+    assert workers(waiting._replace(num_running=64), box(num_cpus=2)).value > 64
 
 
 def test_async_samples_wait_in_few_workers() -> None:
@@ -176,3 +186,8 @@ def test_a_worker_init_fn_is_not_gone_round() -> None:
     assert (choice.value, choice.source) == (4, "rule")
     assert "worker_init_fn" in choice.reason
     assert not should_measure(box(), LoaderRequest(has_init_fn=True), Workload(), "forkserver")
+
+
+def test_samples_that_needed_no_workers_are_measured_again() -> None:
+    assert should_measure(box(), LoaderRequest(batch_size=64), TINY, "forkserver")
+    assert not should_measure(box(), LoaderRequest(batch_size=64), SLOW, "forkserver")

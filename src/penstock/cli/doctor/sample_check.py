@@ -18,6 +18,7 @@ import torch
 
 from penstock.cli.doctor.sample_form import devices_in, form_of, skeleton_of
 from penstock.cli.user_code import describe_error, place_of
+from penstock.order.event_loop import sample_getter
 from penstock.planning.sample_timing import (
     SampleTiming,
     TimedSample,
@@ -93,7 +94,7 @@ class SampleCheck:
 
         def load(index: Any) -> Any:
             self.doing(f"loading {self.name_of(index)}")
-            return self.dataset[index] if stream is None else next(stream)
+            return sample_getter(self.dataset)(index) if stream is None else next(stream)
 
         return load
 
@@ -124,7 +125,7 @@ class SampleCheck:
             return True
         self.doing(f"loading {self.name_of(index)}")
         try:
-            self.dataset[index]
+            sample_getter(self.dataset)(index)
         except (IndexError, KeyError):
             return False
         except Exception:
@@ -149,7 +150,7 @@ class SampleCheck:
             np.random.seed(0)
             torch.default_generator.manual_seed(0)
             try:
-                hashes.add(digest(self.dataset[index]))
+                hashes.add(digest(sample_getter(self.dataset)(index)))
             except Exception:  # for example, it counts its calls or cannot be hashed
                 return {}
         return {"repeats": len(hashes) == 1}

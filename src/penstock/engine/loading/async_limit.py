@@ -1,13 +1,13 @@
 """The number of async samples in flight: the given number, or one found by trying.
 
 ``in_flight="auto"`` starts with FIRST samples at a time and doubles their number as long as that
-makes them arrive clearly faster. Otherwise it goes back, and tries again later: a server or a
-network can recover. The number never changes what a sample is.
+makes them arrive clearly faster, see :mod:`penstock.engine.loading.hill_climb`.
 """
 
 from __future__ import annotations
 
 from penstock.engine.loading.fetch import MOST_IN_FLIGHT as MOST
+from penstock.engine.loading.hill_climb import HillClimb
 
 FIRST = 8
 """Where ``"auto"`` starts. It ends at MOST_IN_FLIGHT."""
@@ -16,7 +16,6 @@ FASTER = 1.15
 the cores doubles it."""
 WINDOW = 4
 """The rate is measured over this many times the samples in flight."""
-RETRY_S = 20.0
 
 
 class AsyncLimit:
@@ -26,8 +25,7 @@ class AsyncLimit:
         asked: A number, or ``"auto"``.
 
     Attributes:
-        value: The current number.
-        reason: Why ``"auto"`` has settled. None before.
+        reason: Why ``"auto"`` stays at its number. None before.
 
     Example:
         >>> limit = AsyncLimit("auto")
@@ -39,11 +37,14 @@ class AsyncLimit:
 
     def __init__(self, asked: int | str) -> None:
         self._is_auto = isinstance(asked, str)
-        self.value = FIRST if isinstance(asked, str) else asked
+        self._climb = HillClimb(FIRST if isinstance(asked, str) else asked, faster=FASTER)
         self.reason: str | None = None
-        self._rate_before = 0.0
-        self._settled_s: float | None = None
         self._restart()
+
+    @property
+    def value(self) -> int:
+        """The current number."""
+        return self._climb.value
 
     def _restart(self) -> None:
         self._num_done = -self.value  # those that started under the number before
@@ -68,19 +69,12 @@ class AsyncLimit:
             self._restart()
 
     def _judge(self, rate: float, now_s: float) -> None:
-        if self._settled_s is not None:
-            if now_s - self._settled_s < RETRY_S or self.value == MOST:
-                return
-            self._settled_s, self._rate_before = None, rate
-            self.value *= 2
-        elif rate < FASTER * self._rate_before:
-            self._settle(self.value // 2, "more at a time were not faster", now_s)
-        elif self.value == MOST:
-            self._settle(MOST, "the most that 'auto' uses", now_s)
-        else:
-            self._rate_before = rate
-            self.value *= 2
-
-    def _settle(self, value: int, reason: str, now_s: float) -> None:
-        self.value, self._settled_s = max(FIRST, value), now_s
-        self.reason = f"{self.value} async samples in flight in a worker: {reason}"
+        before = self.value
+        self._climb.judge(rate, now_s, min(MOST, 2 * before))
+        why = None
+        if self.value < before:
+            why = "more at a time were not faster"
+        elif self.value == before == MOST:
+            why = "the most that 'auto' uses"
+        if why is not None:
+            self.reason = f"{self.value} async samples in flight in a worker: {why}"

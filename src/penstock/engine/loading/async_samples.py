@@ -17,11 +17,9 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import os
-import threading
+import math
 import time
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
@@ -29,8 +27,9 @@ from typing import Any
 
 from penstock.engine.loading.async_limit import AsyncLimit
 from penstock.errors import BadArgument, SampleTimeout, SharedDraw
-from penstock.order.async_randomness import AsyncRandomness, describe_draw
-from penstock.order.rng import of_task
+from penstock.order.async_randomness import AsyncRandomness, describe_draw, describe_order
+from penstock.order.event_loop import loop_of_thread, run_loop
+from penstock.order.rng import SampleRng, of_task
 
 NUM_TRIES = 2
 """A sample that exceeds the time limit is loaded again once, as in a worker that is replaced."""
@@ -58,6 +57,10 @@ class AsyncSample:
         self.error: BaseException | None = None
         self.draw: SharedDraw | None = None
         """A draw in one of its tasks. The code that awaits that task may suppress the error."""
+        self.rng: SampleRng | None = None
+        self.num_tasks = self.num_turns = 0
+        self.late_drawers: list[_WatchedCoroutine] = []
+        """Its tasks that drew from ``penstock.rng()`` after an ``await``."""
         self.waiter: asyncio.Future[None] | None = None
         self.owner: AsyncSamples | None = None
 
@@ -93,6 +96,7 @@ class AsyncSamples:
         on_turn: Callable[[AsyncSample | None], None] = lambda sample: None,
     ) -> None:
         self.loop = loop_of_thread()
+        self.loop.set_task_factory(_make_task)
         self.randomness = randomness
         self._limit = AsyncLimit(in_flight)
         self._is_shared, self._timeout_s, self._on_turn = is_shared, timeout_s, on_turn
@@ -221,8 +225,10 @@ class AsyncSamples:
         context = self._context.copy()
         context.run(_current.set, sample)
         if self.randomness is not None:
-            context.run(of_task.set, self.randomness.rng_at(sample.epoch, sample.position))
+            sample.rng = self.randomness.rng_at(sample.epoch, sample.position)
+            context.run(of_task.set, sample.rng)
         sample.paused_s, sample.draw = self._paused_s, None
+        sample.num_tasks, sample.late_drawers = 0, []
         sample.task = context.run(self.loop.create_task, _load(sample.get, sample.index))
         sample.task.add_done_callback(functools.partial(self._end, sample))
         if self._timeout_s is not None:
@@ -277,14 +283,17 @@ class AsyncSamples:
 
     # -- turns -----------------------------------------------------------------------------------
 
-    def turn(self, sample: AsyncSample, go: Callable[..., Any], *value: Any) -> Any:
+    def turn(self, task: _WatchedCoroutine, go: Callable[..., Any], *value: Any) -> Any:
         """Run a task of a sample up to its next ``await``. Called by :class:`_WatchedCoroutine`.
 
         Raises:
-            SharedDraw: It drew from a generator that other samples also use.
+            SharedDraw: It drew from a generator that other samples also use, or from that of its
+                sample at the same time as another task.
         """
-        randomness, start_s = self.randomness, time.monotonic()
+        randomness, start_s, sample = self.randomness, time.monotonic(), task.sample
         self._on_turn(sample)
+        rng = sample.rng if task.is_late and sample.num_tasks > 2 else None
+        drawn = rng.mark() if rng is not None else None
         mark = randomness.mark() if randomness is not None else None
         try:
             return go(*value)
@@ -295,6 +304,9 @@ class AsyncSamples:
                 moved = randomness.moved_since(mark)
                 if moved and not sample.is_over:  # not a task of a library that outlives it
                     sample.draw = describe_draw(moved, sample.index)
+                    raise sample.draw
+                if rng is not None and rng.mark() != drawn and task.draws_beside_others():
+                    sample.draw = describe_order(sample.index)
                     raise sample.draw
 
 
@@ -329,7 +341,22 @@ class _WatchedCoroutine(Coroutine[Any, Any, Any]):
     """The coroutine of a sample's task, or of a task that a sample started."""
 
     def __init__(self, inner: Any, sample: AsyncSample, owner: AsyncSamples) -> None:
-        self._inner, self._sample, self._owner = inner, sample, owner
+        self._inner, self.sample, self._owner = inner, sample, owner
+        self._is_first = not sample.num_tasks  # awaits the others
+        sample.num_tasks += 1
+        self._num_turns = 0
+        self._start, self._end = sample.num_turns, math.inf
+
+    @property
+    def is_late(self) -> bool:
+        """True if another task of the sample may have continued in the meantime."""
+        return self._num_turns > 1 and not self._is_first
+
+    def draws_beside_others(self) -> bool:
+        """Record a draw after an ``await``. Returns True if another task drew at the same time."""
+        others = [task for task in self.sample.late_drawers if task is not self]
+        self.sample.late_drawers = [*others, self]
+        return any(self._start < task._end and task._start < self._end for task in others)
 
     def send(self, value: Any) -> Any:
         return self._turn(self._inner.send, value)
@@ -338,11 +365,15 @@ class _WatchedCoroutine(Coroutine[Any, Any, Any]):
         return self._turn(self._inner.throw, *error)
 
     def _turn(self, go: Callable[..., Any], *value: Any) -> Any:
+        self._num_turns += 1
+        self.sample.num_turns += 1
         try:
-            return self._owner.turn(self._sample, go, *value)
-        except SharedDraw:
-            with suppress(RuntimeError):
-                self._inner.close()
+            return self._owner.turn(self, go, *value)
+        except BaseException as error:  # also its end
+            self._end = self.sample.num_turns
+            if isinstance(error, SharedDraw):
+                with suppress(RuntimeError):
+                    self._inner.close()
             raise
 
     def close(self) -> None:
@@ -366,71 +397,8 @@ def stack_of(coroutine: Any) -> str:
     return "".join(traceback.StackSummary.extract(frames).format()).rstrip()
 
 
-# -- event loops -----------------------------------------------------------------------------------
-
-
-class _ThreadLoop(threading.local):
-    held: tuple[int, _HeldLoop] | None = None
-
-
-class _HeldLoop:
-    """Closes an event loop when its thread or the process ends."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_task_factory(_make_task)
-        weakref.finalize(self, _close_loop, self.loop)
-
-
-def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_running():
-        loop.close()
-
-
-_thread_loop = _ThreadLoop()
-
-
-def loop_of_thread() -> asyncio.AbstractEventLoop:
-    """Return the event loop for async samples in this thread.
-
-    It is kept for the next epoch and for other loaders, because a dataset may keep a connection
-    that belongs to it. A forked process gets a new one.
-    """
-    held = _thread_loop.held
-    if held is None or held[0] != os.getpid() or held[1].loop.is_closed():
-        held = _thread_loop.held = os.getpid(), _HeldLoop()
-    return held[1].loop
-
-
 def _make_task(loop: Any, coroutine: Any, **options: Any) -> Any:
     sample = _current.get()
     if sample is not None and sample.owner is not None:
         coroutine = _WatchedCoroutine(coroutine, sample, sample.owner)
     return asyncio.Task(coroutine, loop=loop, **options)
-
-
-def run_loop(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
-    """Run a loop until ``future`` is done, also in a thread that already runs one (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        loop.run_until_complete(future)
-        return
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loop.run_until_complete(future)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="penstock-async-samples", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:  # Ctrl-C
-        loop.call_soon_threadsafe(future.cancel)
-        thread.join()
-        raise
-    if failed:
-        raise failed[0]

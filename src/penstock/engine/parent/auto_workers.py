@@ -7,7 +7,8 @@ The timed batches are delivered as usual. Nothing is loaded twice and the batche
 positions and seeds continue where the inline part stopped. The dataset is pickled before the first
 sample, so handles that it opens on first use are never sent. Later epochs do not send them either,
 see :mod:`penstock.engine.parent.dataset_changes`. Inline loading continues while a cold fork server
-warms up.
+warms up. If no workers pay off, a few batches are timed again later and in each epoch, because
+samples that were in a cache at first may wait for a server now.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ the cost of first calls. Each further decision comes after twice as many batches
 CLOSE_LOOKS = 32
 """Batches measured in detail. This costs 20 microseconds each, too much for tiny batches."""
 MAX_QUESTIONS = 4
-"""Maximum number of decisions. The last one is final."""
+"""Number of decisions after which inline loading stays, until it is measured again."""
+AGAIN_FROM, AGAIN_S, MAX_AGAIN_S = 4, 2.0, 16.0
+"""Batches that are timed again at least, and when: after 2 s, 4 s and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +67,33 @@ class AutoProducer:
     """Loads inline until it is clear whether workers pay off, then may switch to workers.
 
     Args:
-        loader: Makes the decision (``_decide``) and receives the final one (``_settle``). The
-            reference is dropped after that, because a persistent loader holds this producer.
+        loader: Makes the decisions (``_decide``, ``_settle``). A persistent loader holds this
+            producer, so only a weak reference to it is kept.
     """
 
     def __init__(self, context: LoadContext, loader: Any) -> None:
         self._context = context
-        self._loader: Any = loader
+        self._kept_alive = None if context.is_persistent else loader  # only its iterator may be
         self._changes = loader._changes
-        self._inline = _TimedInlineProducer(context, self._see_first_samples)
+        is_first = "sample_s" not in loader._measured
+        see = self._see_first_samples if is_first else None
+        self._inline = _TimedInlineProducer(context, see)
         self._worker_producer: BatchProducer | None = None
         self._is_settled = False
+        self._again_s = AGAIN_S
         self._fork_server: fork_server.ForkServer | None = None
         self._returned: tuple[float, float] | None = None
+        self._answer: EngineSettings = context.settings
+        self._begin_measuring(is_first=is_first)
+        self._pickled = self._pickle() if is_first else None
+
+    def _begin_measuring(self, *, is_first: bool) -> None:
+        self._is_settled = False
         self._steps: list[tuple[float, float]] = []
         self._quickest = Measured(sample_s=float("inf"))
-        self._num_batches = self._num_questions = 0
-        self._next_question = 1
-        self._spent_s = 0.0
-        self._answer: EngineSettings = context.settings
-        self._pickled = self._pickle()
+        self._num_batches, self._spent_s = 0, 0.0
+        self._num_questions = 0 if is_first else MAX_QUESTIONS - 1
+        self._next_question = 1 if is_first else AGAIN_FROM
 
     @property
     def _producer(self) -> BatchProducer:
@@ -98,6 +108,7 @@ class AutoProducer:
             return PickledObjects(self._context.worker_objects())
         except CannotTravel as error:
             self._settle(self._ask(Measured(stays_because=error)))
+            self._again_at_s = float("inf")
             return None
 
     def start_epoch(self, epoch: EpochPass) -> None:
@@ -106,8 +117,11 @@ class AutoProducer:
         self._producer.start_epoch(epoch)
 
     def next_batch(self) -> tuple[Any, bool]:
-        if self._worker_producer is None and not self._is_settled:
-            self._consider()
+        if self._worker_producer is None:
+            if self._is_settled and time.perf_counter() >= self._again_at_s:
+                self._begin_measuring(is_first=False)
+            if not self._is_settled:
+                self._consider()
         if self._worker_producer is not None or self._is_settled:
             return self._producer.next_batch()
         is_close = self._num_batches < CLOSE_LOOKS
@@ -165,6 +179,11 @@ class AutoProducer:
             self._num_questions += 1
             self._next_question = 2 * self._num_batches
             self._answer = self._ask(self._measured())
+            if self._answer.num_workers and self._pickled is None:  # not the first epoch
+                self._changes.undo()
+                self._pickled = self._pickle()
+                if self._pickled is None:
+                    return
             self._warm_up(self._answer)
         if not self._answer.num_workers:
             if self._num_questions == MAX_QUESTIONS:
@@ -179,20 +198,26 @@ class AutoProducer:
             )
 
     def _conclude(self) -> None:
-        """Decide at the end of an epoch. An answer of no workers is final."""
+        """Decide at the end of an epoch. An answer of no workers stays until the next one."""
         if self._num_batches:
             answer = self._ask(self._measured())
             if not answer.num_workers:
                 self._settle(answer)
 
     def _ask(self, measured: Measured) -> EngineSettings:
-        settings: EngineSettings = self._loader._decide(measured)
+        loader = self._context.loader()
+        if loader is None:
+            return self._answer
+        settings: EngineSettings = loader._decide(measured)
         return settings
 
     def _settle(self, settings: EngineSettings) -> None:
         self._is_settled = True
-        self._loader._settle(settings)
-        self._loader = None
+        self._again_at_s = time.perf_counter() + self._again_s
+        self._again_s = min(MAX_AGAIN_S, 2 * self._again_s)
+        loader = self._context.loader()
+        if loader is not None:
+            loader._settle(settings)
 
     def stop(self) -> None:
         self._producer.stop()
@@ -201,9 +226,11 @@ class AutoProducer:
 class _TimedInlineProducer(InlineProducer):
     """An inline producer that reports the time of the first samples of the first batch."""
 
-    def __init__(self, context: LoadContext, see_first_samples: Callable[[float], None]) -> None:
+    def __init__(
+        self, context: LoadContext, see_first_samples: Callable[[float], None] | None
+    ) -> None:
         super().__init__(context)
-        self._see_once: Callable[[float], None] | None = see_first_samples
+        self._see_once = see_first_samples
 
     def _fetch(self, index: Any) -> Any:
         see, self._see_once = self._see_once, None

@@ -9,9 +9,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from penstock.engine.loading.fetch import fetch_map, takes_batches
+from penstock.engine.loading.async_samples import AsyncSamples
+from penstock.engine.loading.fetch import (
+    async_one_getter,
+    fetch_map,
+    in_flight_of,
+    takes_batches,
+)
 from penstock.errors import BadArgument
 from penstock.options import check_count
+from penstock.order.async_randomness import AsyncRandomness
 from penstock.order.dataset_generators import DatasetGenerators
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.order.samplers import Order
@@ -53,12 +60,26 @@ def replay(loader: Any, epoch: int, index: int) -> Any:
     first, last = _rows_beside(order, loader, position)
     if not takes_batches(loader.dataset) or loader.batch_size is None:
         first, last = position, position + 1
+    indices = [order.index_at(place % order.length) for place in range(first, last)]
+    if in_flight_of(loader.dataset, loader.in_flight) is not None:
+        return _replay_async(loader, epoch, indices, first)[position - first]
     own = DatasetGenerators(loader.dataset)
     randomness = SampleRandomness(loader.seed, dataset_generators=own)
     randomness.begin(epoch)
-    indices = [order.index_at(place % order.length) for place in range(first, last)]
     with randomness.preserved():
         return fetch_map(loader.dataset, indices, first, randomness)[position - first]
+
+
+def _replay_async(loader: Any, epoch: int, indices: list[int], position: int) -> Any:
+    samples = AsyncSamples(
+        1, randomness=AsyncRandomness(loader.seed, loader.dataset), is_shared=True
+    )
+    if takes_batches(loader.dataset) and loader.batch_size is not None:
+        get_many = loader.dataset.__getitems__
+        samples.start_batch(None, get_many, indices, position, epoch)
+        return next(samples.results(None))
+    get = async_one_getter(loader.dataset)
+    return [samples.fetch(None, get, indices[0], position, epoch)]
 
 
 def _order_of(loader: Any, epoch: int) -> Any:

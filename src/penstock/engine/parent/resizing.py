@@ -1,41 +1,33 @@
 """Changes the number of workers of ``num_workers="auto"`` while an epoch runs.
 
-    every WINDOW_S: the time of a sample in the workers, the part of it spent computing, the step
-        -> the same model as for the first choice -> another number, twice in a row
+    every WINDOW_S: the totals of the window -> WorkerTuning -> another number
         -> a second pool loads from the next batch on; the first one is drained, then stopped
 
-The batches do not change: each pool loads the samples of its positions. A larger number that does
-not make samples arrive faster is taken back, because the server or the disk is the limit. It is
-tried again later. The reason is in the plan, and each pool is in the timeline.
+The batches do not change: each pool loads the samples of its positions. Epochs shorter than a
+window are added up, and a new number applies from the next one on. The reason is in the plan, and
+each pool is in the timeline.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
 
 from penstock.engine.parent.context import BatchProducer, EpochPass, LoadContext
 from penstock.engine.parent.worker_producer import WorkerProducer
+from penstock.engine.parent.worker_tuning import WindowTotals, WorkerTuning
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import PenstockError
 from penstock.machine.collect import quick_facts
 from penstock.machine.host import busy_s_of
-from penstock.planning.worker_count import choose_num_workers
+from penstock.planning.worker_count import choose_num_workers, most_workers
 from penstock.trace.record import span
 
 WINDOW_S = 1.0
 MIN_BATCHES = 8
 """A window has at least this many batches."""
-RAISE, LOWER = 1.25, 0.5
-"""The number changes if the model's is at least RAISE times as large, or LOWER times."""
-NUM_AGREEING = 2
-"""Windows in a row that must ask for it."""
-FASTER = 1.1
-"""A larger number must raise the rate by this factor."""
-WAITED_SHARE = 0.05
-"""If the training loop waits for less than this fraction of the time, no worker is added."""
-RETRY_S = 60.0
 
 
 def make_worker_producer(
@@ -63,17 +55,18 @@ class ResizingProducer:
 
     def __init__(self, context: LoadContext, pickled: PickledObjects | None = None) -> None:
         self._context = context
+        self._kept_alive = None if context.is_persistent else context.loader()
+        """The caller may keep only the iterator. A persistent loader holds this producer."""
         self._pickled = pickled or PickledObjects(context.worker_objects())
         self._lock = threading.Lock()
         """Several threads can share one iterator."""
-        self._producer = WorkerProducer(context, self._pickled)
+        self._producer = self._make_producer()
         self._next: WorkerProducer | None = None
-        self._num_asked = 0
-        self._trial: tuple[int, float] | None = None
-        """The number of workers before the last raise, and the rate."""
-        self._tried_s = 0.0
-        self._is_fresh = True
-        self._begin_window()
+
+    def _make_producer(self) -> WorkerProducer:
+        producer = WorkerProducer(self._context, self._pickled)
+        producer.stops_at_end = False  # their CPU time is read first
+        return producer
 
     @property
     def workers(self) -> list[Any]:
@@ -83,19 +76,32 @@ class ResizingProducer:
         self._epoch = epoch
         if self._next is not None:
             self._switch(self._next)
+        elif self._is_outdated():
+            self._switch(self._make_producer())
         self._producer.start_epoch(epoch)
+        self._num_windows, self._is_over = 0, False
         self._is_fresh = True
+        """True in the first window: workers start, or their pipeline fills."""
         self._begin_window()
+
+    def _is_outdated(self) -> bool:
+        """Return True if another number of workers was chosen near the end of an epoch."""
+        is_closed = self._producer.dispatcher is None or self._producer.dispatcher.is_closed
+        return not is_closed and len(self._producer.workers) != self._context.settings.num_workers
 
     def next_batch(self) -> tuple[Any, bool]:
         with self._lock:
             start_s = time.perf_counter()
-            batch = self._take()
+            try:
+                batch = self._take()
+            except StopIteration:
+                self._end_epoch()
+                raise
             now_s = time.perf_counter()
             self._waited_s += now_s - start_s
             self._num_batches += 1
             if now_s - self._start_s >= WINDOW_S and self._num_batches >= MIN_BATCHES:
-                self._end_window(now_s)
+                self._end_window()
             return batch
 
     def _take(self) -> tuple[Any, bool]:
@@ -132,76 +138,94 @@ class ResizingProducer:
     def _busy_s(self) -> dict[int, float]:
         """Return how long each worker has computed or waited for a core, by pid."""
         found = {worker.pid: busy_s_of(worker.pid or 0) for worker in self._producer.workers}
-        return {pid: busy_s for pid, busy_s in found.items() if busy_s}
+        return {pid: busy_s for pid, busy_s in found.items() if busy_s is not None}
 
-    def _end_window(self, now_s: float) -> None:
-        """Ask the model for the number of workers that the last window calls for."""
-        loader, dispatcher = self._context.loader(), self._producer.dispatcher
+    def _read_window(self) -> WindowTotals:
+        dispatcher = self._producer.dispatcher
         assert dispatcher is not None
-        wall_s = now_s - self._start_s
         busy_ns, num_loaded, before = self._before
-        leased_s = (dispatcher.busy_ns - busy_ns) * 1e-9
-        num_loaded = dispatcher.num_loaded - num_loaded
         busy = [s - before[pid] for pid, s in self._busy_s().items() if pid in before]
-        is_known = num_loaded > 0 and leased_s > 0 and len(busy) == len(self._producer.workers)
-        was_fresh, self._is_fresh = self._is_fresh, False  # workers were starting
-        if is_known and not was_fresh and self._next is None and loader is not None:
-            measured = {
-                "sample_s": leased_s / num_loaded,
-                "busy_share": min(1.0, sum(busy) / leased_s),
-                "step_s": (wall_s - self._waited_s) / self._num_batches,
-                "step_busy_s": (time.process_time() - self._own_s) / self._num_batches,
-            }
-            is_waiting = self._waited_s > WAITED_SHARE * wall_s
-            if loader._chooses_workers():
-                self._consider(loader, measured, num_loaded / wall_s, is_waiting, now_s)
+        return WindowTotals(
+            wall_s=time.perf_counter() - self._start_s,
+            waited_s=self._waited_s,
+            own_s=time.process_time() - self._own_s,
+            leased_s=(dispatcher.busy_ns - busy_ns) * 1e-9,
+            busy_s=sum(busy) if len(busy) == len(self._producer.workers) else math.nan,
+            num_batches=self._num_batches,
+            num_loaded=dispatcher.num_loaded - num_loaded,
+        )
+
+    def _end_window(self) -> None:
+        was_fresh, self._is_fresh = self._is_fresh, False
+        if not was_fresh and self._next is None:
+            self._num_windows += 1
+            self._consider(self._read_window())
         self._begin_window()
 
-    def _consider(
-        self, loader: Any, measured: dict[str, Any], rate: float, is_waiting: bool, now_s: float
-    ) -> None:
-        settings = self._context.settings
-        known = {**loader._measured, **measured}
-        if self._trial is not None:
-            (num_before, rate_before), self._trial = self._trial, None
-            if is_waiting and rate < FASTER * rate_before:
-                known["most_useful"], self._tried_s = num_before, now_s
-                self._resize(loader, known, num_before)
-                return
-        if "most_useful" in known and now_s - self._tried_s > RETRY_S:
-            known["most_useful"] = None
-        work = loader._workload()._replace(**known)
-        method = settings.start_method or ""
-        wanted = choose_num_workers(quick_facts(), loader._request(), work, method).value
-        num_workers = settings.num_workers
-        is_more = wanted >= RAISE * num_workers and is_waiting
-        if not is_more and wanted > LOWER * num_workers:
-            self._num_asked = 0
+    def _end_epoch(self) -> None:
+        """Add an epoch without a complete window to those before it. Stops the workers."""
+        loader = self._context.loader()
+        if self._is_over:
             return
-        direction = 1 if is_more else -1
-        same = self._num_asked * direction > 0
-        self._num_asked = self._num_asked + direction if same else direction
-        if abs(self._num_asked) >= NUM_AGREEING and max(1, wanted) != num_workers:
-            self._trial = (num_workers, rate) if is_more else None
-            self._resize(loader, known, max(1, wanted))
+        self._is_over = True
+        if not self._num_windows and loader is not None:
+            tuning = _tuning_of(loader)
+            tuning.carried = tuning.carried.plus(self._read_window())
+            if tuning.carried.wall_s >= WINDOW_S and tuning.carried.num_batches >= MIN_BATCHES:
+                self._consider(tuning.carried)
+                tuning.carried = WindowTotals()
+        if not self._context.is_persistent:
+            self._producer.stop()
+
+    # -- changing the number ---------------------------------------------------------------------
+
+    def _consider(self, window: WindowTotals) -> None:
+        loader, settings = self._context.loader(), self._context.settings
+        is_free = loader is not None and loader._chooses_workers() and not self._is_outdated()
+        if not is_free or not window.is_known:
+            return
+        machine, request, method = quick_facts(), loader._request(), settings.start_method or ""
+        num_workers = settings.num_workers
+        known = {**loader._measured, **window.measured(), "num_running": num_workers, "tuned": None}
+
+        work = loader._workload()._replace(**known)
+        most = most_workers(machine, request, work, method).num_workers - num_workers
+        decided = _tuning_of(loader).decide(
+            window,
+            num_workers,
+            wanted=choose_num_workers(machine, request, work, method).value,
+            most=most,
+            num_cores=machine.usable_cores,
+            now_s=time.perf_counter(),
+        )
+        if decided is not None:
+            self._resize(loader, {**known, "tuned": decided}, decided[0])
 
     def _resize(self, loader: Any, known: dict[str, Any], num_workers: int) -> None:
         context, dispatcher = self._context, self._producer.dispatcher
         assert dispatcher is not None
-        self._num_asked = 0
-        if not dispatcher.has_more:
-            return  # the epoch is nearly over
         before, measured_before = context.settings, loader._measured
         loader._measured = known
         context.settings = loader._settings(loader.plan)._replace(num_workers=num_workers)
+        if not dispatcher.has_more:  # from the next epoch on
+            loader._settle(context.settings)
+            return
         waits = f"samples wait {1 - known['busy_share']:.0%}"  # of the time; names are short
         try:
             with span(f"auto: {before.num_workers} to {num_workers} workers, {waits}"):
-                following = WorkerProducer(context, self._pickled)
+                following = self._make_producer()
         except (PenstockError, OSError) as error:
-            context.settings, loader._measured, self._trial = before, measured_before, None
+            context.settings, loader._measured = before, measured_before
+            _tuning_of(loader).give_up(time.perf_counter())
             context.note(f"{num_workers} workers could not be started: {error}")
             return
         loader._settle(context.settings)
         self._next = following
         following.start_epoch(self._epoch._replace(num_taken=dispatcher.end_early()))
+
+
+def _tuning_of(loader: Any) -> WorkerTuning:
+    if loader._tuning is None:
+        loader._tuning = WorkerTuning()
+    tuning: WorkerTuning = loader._tuning
+    return tuning

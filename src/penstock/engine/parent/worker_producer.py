@@ -42,6 +42,7 @@ class WorkerProducer:
         """Several threads can share one iterator."""
         self._owner = os.getpid()
         self._has_told_size = False
+        self.stops_at_end = not context.is_persistent
         self.dispatcher: Dispatcher | None = None
         self._start(pickled)
 
@@ -158,7 +159,7 @@ class WorkerProducer:
                 if not self._has_told_size:
                     self._tell_size(dispatcher.ring.needed_bytes)
             except StopIteration:
-                if not self._context.is_persistent:
+                if self.stops_at_end:
                     self.stop()
                 raise
             finally:

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import Dataset
 
 from penstock import DataLoader, rng
-from penstock.engine.loading.async_samples import loop_of_thread
 from penstock.errors import SampleTimeout, WorkerDied, WorkerTimeout
+from penstock.order.event_loop import loop_of_thread
 from support.datasets import assert_same, collect
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from penstock import rng
-from penstock.engine.loading.async_samples import AsyncSamples, loop_of_thread
+from penstock.engine.loading.async_samples import AsyncSamples
 from penstock.errors import BadArgument, SampleTimeout, SharedDraw
 from penstock.order.async_randomness import AsyncRandomness
+from penstock.order.event_loop import loop_of_thread
 from penstock.order.global_generators import preserved_generators
 
 pytestmark = pytest.mark.legacy
@@ -148,6 +149,66 @@ def test_rng_belongs_to_the_sample_across_awaits_tasks_and_threads() -> None:
     expected = AsyncRandomness(0, None).rng_at(1, 41).generator().random(4).tolist()
     assert found[0][1] == expected
     assert found[0][0] != expected
+
+
+async def draw_after_await(number: int = 0) -> float:
+    await asyncio.sleep(0.001 * number)
+    return float(rng().random())
+
+
+async def draw_before_await() -> float:
+    number = float(rng().random())
+    await asyncio.sleep(0)
+    return number
+
+
+async def at_once() -> Any:
+    return await asyncio.gather(*map(draw_after_await, range(3)))
+
+
+async def at_once_with_a_pause() -> Any:
+    first, second = map(asyncio.ensure_future, map(draw_after_await, range(2)))
+    return [await first, await second]
+
+
+async def before_await() -> Any:
+    return await asyncio.gather(draw_before_await(), draw_before_await(), asyncio.sleep(0))
+
+
+async def one_after_the_other() -> Any:
+    return [await asyncio.wait_for(draw_after_await(number), 60) for number in range(3)]
+
+
+async def in_the_code_that_awaits() -> Any:
+    await asyncio.gather(*(asyncio.sleep(0.001) for _ in range(3)))
+    return [rng().random(), await asyncio.create_task(draw_after_await())]
+
+
+@pytest.mark.parametrize(
+    ("load", "is_error"),
+    [
+        (at_once, True),
+        (at_once_with_a_pause, True),
+        (before_await, False),
+        (one_after_the_other, False),
+        (in_the_code_that_awaits, False),
+    ],
+)
+def test_tasks_that_draw_in_the_order_of_the_answers_are_an_error(
+    load: Any, is_error: bool
+) -> None:
+    async def get(index: int) -> Any:
+        return await load()
+
+    samples = flight()
+    samples.start("a", get, [(0, 5)], 0)
+    if is_error:
+        with pytest.raises(SharedDraw, match=r"several tasks of async sample 5 drew"):
+            next(samples.results("a"))
+    else:
+        again = flight()
+        again.start("a", get, [(0, 5)], 0)
+        assert next(samples.results("a")) == next(again.results("a"))
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from penstock import DataLoader
+from penstock.engine.parent import auto_workers
 from penstock.engine.parent import fork_server as fork_servers
 from penstock.machine.collect import quick_facts
 from support.datasets import Numbers, Samples, Shards, assert_same, collect, draw
@@ -192,6 +193,74 @@ def test_samples_that_wait_get_more_workers_than_there_are_cores() -> None:
     assert torch.cat(list(loader)).tolist() == list(range(320))
     assert loader.num_workers > CORES
     assert "wait" in loader.plan.num_workers.reason
+
+
+class Slowing(Dataset):
+    """Samples that are in a cache at first. Each contains the PID that loaded it."""
+
+    def __init__(self, length: int, num_cached: int, wait_s: float = 0.01) -> None:
+        self.length, self.num_cached, self.wait_s = length, num_cached, wait_s
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= self.num_cached:
+            time.sleep(self.wait_s)
+        return *draw(index), os.getpid()
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_fork_server")
+@pytest.mark.parametrize("again_s", [0.1, 1e9])
+def test_loading_here_is_reconsidered_when_samples_become_slow(
+    monkeypatch: pytest.MonkeyPatch, again_s: float
+) -> None:
+    monkeypatch.setattr(auto_workers, "AGAIN_S", again_s)
+    monkeypatch.setattr(auto_workers, "MAX_AGAIN_S", again_s)
+    loader = DataLoader(Slowing(600, 96), batch_size=8, num_workers="auto")
+    batches = []
+    for batch in loader:
+        batches.append(batch)
+        if len(batches) <= 12:
+            time.sleep(0.1)  # a training step that takes longer than a batch
+    assert torch.cat([batch[0] for batch in batches]).tolist() == list(range(600))
+    pids = torch.cat([batch[-1] for batch in batches]).tolist()
+    assert set(pids[:96]) == {os.getpid()}
+    if again_s < 1.0:
+        assert os.getpid() not in set(pids[-40:])
+        assert loader.num_workers > 1
+    else:  # the control: nothing is measured again
+        assert set(pids) == {os.getpid()}
+        assert loader.num_workers == 0
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_fork_server")
+@pytest.mark.parametrize("again_from", [auto_workers.AGAIN_FROM, 1_000_000])
+def test_a_first_measurement_that_was_wrong_is_corrected_in_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch, again_from: int
+) -> None:
+    monkeypatch.setattr(auto_workers, "AGAIN_FROM", again_from)
+    loader = DataLoader(Slowing(400, 0), batch_size=8, num_workers="auto")
+    loader._measured = {"sample_s": 1e-6, "busy_share": 1.0, "num_samples": 400}
+    loader._settle(loader._settings(loader.plan))
+    assert loader.num_workers == 0
+    indices, pids = run(loader)
+    assert indices == list(range(400))
+    if again_from < 100:
+        assert os.getpid() not in set(pids[-40:])
+        assert loader.num_workers > 0
+    else:
+        assert set(pids) == {os.getpid()}
+
+
+@needs_cores
+@pytest.mark.usefixtures("warm_fork_server")
+def test_workers_come_also_if_only_the_iterator_is_kept() -> None:
+    batches = iter(DataLoader(Waiting(400, 0.01), batch_size=8, num_workers="auto"))
+    pids = [set(batch[-1].tolist()) for batch in batches]
+    assert os.getpid() not in pids[-1]
 
 
 class NeedsWorker(Dataset):

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from penstock import DataLoader, rng
-from penstock.engine.loading.async_samples import loop_of_thread
 from penstock.errors import BadArgument, SharedDraw
+from penstock.order.event_loop import loop_of_thread
 from support.datasets import WAYS, Shards, assert_same, collect, differences
 
 legacy = pytest.mark.legacy
@@ -52,7 +52,19 @@ class Plain(Pages):
 
 class PageBatches(Pages):
     async def __getitems__(self, indices: list[int]) -> list[Any]:
-        return list(await asyncio.gather(*(self[index] for index in indices)))
+        return list(await asyncio.gather(*(self.load(index) for index in indices)))
+
+    async def load(self, index: int) -> Any:
+        first, second = rng().random(), rng().normal(size=2)
+        await asyncio.sleep(0.001 * (index * 7 % 5))
+        return torch.full((3,), float(index)), first, second, index
+
+
+class UnorderedBatches(PageBatches):
+    """Draws after the request, in the order in which the answers arrive."""
+
+    async def load(self, index: int) -> Any:
+        return await self[index]
 
 
 class Together(Pages):
@@ -119,6 +131,12 @@ def test_async_getitems_loads_batches(way: str) -> None:
     indices = [index for batch in found for index in batch[3].tolist()]
     assert indices == [index for batch in batches(Plain()) for index in batch[3].tolist()]
     assert_same(found, batches(PageBatches()))
+
+
+@pytest.mark.parametrize("way", ["inline", "forkserver"])
+def test_async_getitems_that_draws_as_answers_arrive_is_an_error(way: str) -> None:
+    with pytest.raises(SharedDraw, match=r"several tasks of async sample \["):
+        batches(UnorderedBatches(), **WAYS[way])
 
 
 @pytest.mark.parametrize("way", ["inline", "forkserver"])

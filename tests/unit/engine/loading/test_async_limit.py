@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.loading.async_limit import FIRST, RETRY_S, AsyncLimit
+from penstock.engine.loading.async_limit import FIRST, AsyncLimit
 from penstock.engine.loading.fetch import MOST_IN_FLIGHT
+from penstock.engine.loading.hill_climb import MAX_PAUSE_S
 
 pytestmark = pytest.mark.legacy
 
@@ -46,7 +47,7 @@ def test_a_server_that_recovers_is_noticed_later() -> None:
     limit = AsyncLimit("auto")
     now_s = run(limit, 1_000, most=8)
     assert limit.value == FIRST
-    run(limit, int(2 * RETRY_S * FIRST / 0.02), most=1_000, start_s=now_s)
+    run(limit, int(2 * MAX_PAUSE_S * FIRST / 0.02), most=1_000, start_s=now_s)
     assert limit.value > FIRST
 
 

@@ -1,0 +1,116 @@
+"""The event loop of a thread, for async samples.
+
+The loop is kept, because a dataset may keep a connection that belongs to it. It runs only while
+Penstock waits for a sample. The loader has many samples in flight, see
+:mod:`penstock.engine.loading.async_samples`. Everything else, for example ``penstock.pack``, loads
+one at a time with :func:`sample_getter`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from penstock.order.rng import OUTSIDE, active, of_task
+from penstock.user_objects import probe
+
+
+def sample_getter(dataset: Any) -> Callable[[Any], Any]:
+    """Return a function that loads one sample, also of an async dataset. It can be pickled."""
+    if inspect.iscoroutinefunction(probe(dataset, "__getitems__")):
+        return partial(_load_by_batch, dataset)
+    return partial(load_sample, dataset)
+
+
+def load_sample(dataset: Any, index: Any) -> Any:
+    """Return ``dataset[index]``, also of an async dataset.
+
+    Example:
+        >>> class Pages:
+        ...     async def __getitem__(self, index):
+        ...         return 2 * index
+        >>> load_sample(Pages(), 4), load_sample([7, 8], 1)
+        (8, 8)
+    """
+    sample = dataset[index]
+    return wait_for(sample) if inspect.iscoroutine(sample) else sample
+
+
+def _load_by_batch(dataset: Any, index: Any) -> Any:
+    return wait_for(dataset.__getitems__([index]))[0]
+
+
+def wait_for(coroutine: Any) -> Any:
+    """Run a coroutine to its end in the event loop of this thread."""
+    loop, context = loop_of_thread(), contextvars.copy_context()
+    if active.rng is not None and active.rng.position != OUTSIDE:
+        context.run(of_task.set, active.rng)  # the loop may run in a different thread
+    task = context.run(loop.create_task, coroutine)
+    run_loop(loop, task)
+    return task.result()
+
+
+class _ThreadLoop(threading.local):
+    held: tuple[int, _HeldLoop] | None = None
+
+
+class _HeldLoop:
+    """Closes an event loop when its thread or the process ends."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        weakref.finalize(self, _close_loop, self.loop)
+
+
+def _close_loop(loop: asyncio.AbstractEventLoop) -> None:
+    if not loop.is_running():
+        loop.close()
+
+
+_thread_loop = _ThreadLoop()
+
+
+def loop_of_thread() -> asyncio.AbstractEventLoop:
+    """Return the event loop for async samples in this thread.
+
+    It is kept for the next epoch and for other loaders, because a dataset may keep a connection
+    that belongs to it. A forked process gets a new one.
+    """
+    held = _thread_loop.held
+    if held is None or held[0] != os.getpid() or held[1].loop.is_closed():
+        held = _thread_loop.held = os.getpid(), _HeldLoop()
+    return held[1].loop
+
+
+def run_loop(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
+    """Run a loop until ``future`` is done, also in a thread that already runs one (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        loop.run_until_complete(future)
+        return
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(future)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="penstock-async-samples", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C
+        loop.call_soon_threadsafe(future.cancel)
+        thread.join()
+        raise
+    if failed:
+        raise failed[0]

@@ -1,0 +1,161 @@
+"""Everything that loads samples one at a time also loads those of async datasets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import DataLoader
+from penstock.cli.bench_dataset import BenchDataset
+from penstock.cli.bench_measurement import measure
+from penstock.cli.doctor.sample_check import SampleCheck
+from penstock.order.event_loop import load_sample, loop_of_thread, sample_getter, wait_for
+from penstock.verify.hashed_run import Extent, run_and_hash
+from penstock.verify.settings import Setting
+from support.datasets import assert_same
+
+
+@pytest.fixture(autouse=True)
+def loop() -> Iterator[None]:
+    """Close the event loop of this thread, whose sockets would be reported as leaked."""
+    yield
+    loop_of_thread().close()
+
+
+class Pages:
+    """Async samples with a random number. They keep an object that belongs to the event loop."""
+
+    lock: Any = None
+
+    def __len__(self) -> int:
+        return 20
+
+    async def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self.lock is None:
+            self.lock = asyncio.get_running_loop()
+        assert self.lock is asyncio.get_running_loop()
+        await asyncio.sleep(0.0001)
+        return index, penstock.rng().random()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Batches(Pages):
+    """Samples that load only by batch."""
+
+    async def __getitem__(self, index: int) -> Any:
+        raise AssertionError("__getitems__ should have been used")
+
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        await asyncio.sleep(0.0001)
+        return [(index, penstock.rng().random()) for index in indices]
+
+
+class Plain(Pages):
+    """The same samples without async."""
+
+    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return index, penstock.rng().random()
+
+
+@pytest.mark.legacy
+def test_one_sample_is_awaited_and_a_plain_one_is_returned() -> None:
+    assert load_sample(Pages(), 3)[0] == 3
+    assert load_sample(Plain(), 3)[0] == 3
+    assert sample_getter(Batches())(4)[0] == 4
+    with pytest.raises(IndexError):
+        load_sample(Pages(), 99)
+
+
+def test_it_works_beside_a_running_loop_as_in_a_notebook() -> None:
+    async def cell() -> Any:
+        return load_sample(Pages(), 3)
+
+    assert asyncio.run(cell())[0] == 3
+
+
+def test_the_context_of_the_caller_is_seen() -> None:
+    name = contextvars.ContextVar("name", default="")
+    name.set("caller")
+
+    async def read() -> str:
+        return name.get()
+
+    assert wait_for(read()) == "caller"
+
+
+@pytest.mark.filterwarnings("ignore:sample 0 is different each time")
+@pytest.mark.parametrize("kind", [Pages, Batches])
+def test_an_async_dataset_is_packed_like_a_plain_one(tmp_path: Path, kind: Any) -> None:
+    packed, plain = (
+        penstock.pack(dataset, tmp_path / name, workers=workers, progress=False)
+        for dataset, name, workers in ((kind(), "async", 2), (Plain(), "plain", 0))
+    )
+    assert list(map(tuple, packed)) == list(map(tuple, plain))
+    other = penstock.pack(kind(), tmp_path / "other", workers=0, seed=1, progress=False)
+    assert list(map(tuple, other)) != list(map(tuple, plain))
+
+
+@pytest.mark.parametrize("kind", [Pages, Batches])
+def test_an_async_dataset_is_cached(kind: Any) -> None:
+    cache = penstock.cached(kind(), "ram")
+    batches = [list(DataLoader(cache, batch_size=5, num_workers=n)) for n in (0, 2)]
+    assert_same(batches[0], batches[1])
+    assert torch.cat([indices for indices, _ in batches[0]]).tolist() == list(range(20))
+    assert cache.num_ready == 20
+
+
+@pytest.mark.parametrize("kind", [Pages, Batches, Plain])
+def test_an_async_sample_is_replayed(kind: Any) -> None:
+    loader = DataLoader(kind(), batch_size=5, shuffle=True, seed=2)
+    for epoch in range(2):
+        for indices, noise in loader:
+            for index, number in zip(indices.tolist(), noise.tolist(), strict=True):
+                assert penstock.replay(loader, epoch, index) == (index, number)
+
+
+def test_a_verified_run_may_delay_async_samples() -> None:
+    def make(num_workers: int = 0) -> Any:
+        return DataLoader(Pages(), batch_size=5, num_workers=num_workers, seed=1)
+
+    hashes = {
+        run_and_hash(
+            make, Setting(name="a", arguments={"num_workers": 1}, delays=delays), Extent()
+        ).digest
+        for delays in ("", "samples")
+    }
+    assert len(hashes) == 1
+
+
+def test_doctor_checks_async_samples() -> None:
+    check = SampleCheck(
+        dataset=Pages(), is_iterable=False, length=20, indices=range(4), doing=lambda text: None
+    )
+    found = check.run()
+    assert (check.good, found["errors"]) == ([0, 1, 2, 3], [])
+    assert "tuple" in str(found["forms"]) or "int" in str(found["forms"])
+    assert check.try_ends()["goes_on_after_end"] is False
+    assert check.try_twice() == {"repeats": True}
+
+
+def test_bench_measures_async_samples() -> None:
+    source = BenchDataset(name="pages", dataset=Pages())
+    found = measure(source, batch_size=4, workers=(0, 1), seconds=0.2, tell=lambda text: None)
+    assert all(run.rate > 0 for run in found.runs)
+    assert found.ceiling > 0
+
+
+def test_a_plan_of_an_async_dataset_is_measured() -> None:
+    assert penstock.plan(Pages(), batch_size=4).num_workers.source == "measured"
