@@ -128,23 +128,24 @@ class ResizingProducer:
 
     # -- windows ---------------------------------------------------------------------------------
 
-    def _begin_window(self) -> None:
+    def _begin_window(self, busy_s: dict[int, float] | None = None) -> None:
         self._start_s, self._own_s = time.perf_counter(), time.process_time()
         self._waited_s, self._num_batches = 0.0, 0
         dispatcher = self._producer.dispatcher
         assert dispatcher is not None
-        self._before = dispatcher.busy_ns, dispatcher.num_loaded, self._busy_s()
+        busy_s = self._busy_s() if busy_s is None else busy_s
+        self._before = dispatcher.busy_ns, dispatcher.num_loaded, busy_s
 
     def _busy_s(self) -> dict[int, float]:
         """Return how long each worker has computed or waited for a core, by pid."""
         found = {worker.pid: busy_s_of(worker.pid or 0) for worker in self._producer.workers}
         return {pid: busy_s for pid, busy_s in found.items() if busy_s is not None}
 
-    def _read_window(self) -> WindowTotals:
+    def _read_window(self, busy_s: dict[int, float]) -> WindowTotals:
         dispatcher = self._producer.dispatcher
         assert dispatcher is not None
         busy_ns, num_loaded, before = self._before
-        busy = [s - before[pid] for pid, s in self._busy_s().items() if pid in before]
+        busy = [s - before.get(pid, 0.0) for pid, s in busy_s.items()]  # some are new
         return WindowTotals(
             wall_s=time.perf_counter() - self._start_s,
             waited_s=self._waited_s,
@@ -157,10 +158,11 @@ class ResizingProducer:
 
     def _end_window(self) -> None:
         was_fresh, self._is_fresh = self._is_fresh, False
+        busy_s = self._busy_s()
         if not was_fresh and self._next is None:
             self._num_windows += 1
-            self._consider(self._read_window())
-        self._begin_window()
+            self._consider(self._read_window(busy_s))
+        self._begin_window(busy_s)
 
     def _end_epoch(self) -> None:
         """Add an epoch without a complete window to those before it. Stops the workers."""
@@ -170,7 +172,7 @@ class ResizingProducer:
         self._is_over = True
         if not self._num_windows and loader is not None:
             tuning = _tuning_of(loader)
-            tuning.carried = tuning.carried.plus(self._read_window())
+            tuning.carried = tuning.carried.plus(self._read_window(self._busy_s()))
             if tuning.carried.wall_s >= WINDOW_S and tuning.carried.num_batches >= MIN_BATCHES:
                 self._consider(tuning.carried)
                 tuning.carried = WindowTotals()
