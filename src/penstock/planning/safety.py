@@ -12,10 +12,13 @@ from penstock.machine.facts import Machine
 from penstock.planning.decisions import choose_start_method
 from penstock.planning.inputs import LoaderRequest, Workload
 from penstock.planning.plan import Choice
-from penstock.planning.worker_count import most_workers
+from penstock.planning.quantities import count
+from penstock.planning.worker_count import FIRST_MOST, Ceiling, most_workers
 
 USUAL_REQUESTS = (0, 1, 2, 4, 8)
 """Numbers of workers that scripts commonly request."""
+PER_CORE = 8
+"""More are not needed, unless samples wait for a server."""
 
 
 def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, list[str]]:
@@ -35,6 +38,12 @@ def make_safe(machine: Machine, request: LoaderRequest) -> tuple[LoaderRequest, 
             "workers are started from a clean process instead"
         )
     most = most_workers(machine, request, Workload(), choose_start_method(machine, request).value)
+    usual = max(FIRST_MOST, PER_CORE * machine.usable_cores)
+    if usual < most.num_workers:
+        reason = (
+            f"more than {usual} workers compete for {count(machine.usable_cores, 'usable core')}"
+        )
+        most = Ceiling(num_workers=usual, reason=reason)
     if isinstance(request.num_workers, int) and request.num_workers > most.num_workers:
         lines.append(f"num_workers={request.num_workers} becomes {most.num_workers}: {most.reason}")
         request = request._replace(num_workers=most.num_workers)

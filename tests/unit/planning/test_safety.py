@@ -40,7 +40,7 @@ def test_fork_is_taken_away_only_beside_a_gpu_context() -> None:
 
 
 @pytest.mark.parametrize("method", [None, "spawn", "fork", "forkserver"])
-@pytest.mark.parametrize("num_workers", [0, 1, 4, 32, 100, "auto"])
+@pytest.mark.parametrize("num_workers", [0, 1, 4, 32, 64, "auto"])
 def test_what_this_machine_bears_is_left_as_it_is(
     method: str | None, num_workers: int | str
 ) -> None:
@@ -57,6 +57,8 @@ def test_other_methods_with_a_gpu_context_are_not(method: str | None) -> None:
 @pytest.mark.parametrize(
     ("machine", "most", "reason"),
     [
+        (BOX, 64, "cores"),
+        (BOX._replace(num_cpus=32), 256, "cores"),
         (Machine(os="linux", num_cpus=64, max_fds=256), 48, "ulimit"),
         (
             Machine(os="linux", num_cpus=64, memory_bytes=8 << 30, available_bytes=960 << 20),
@@ -70,7 +72,7 @@ def test_other_methods_with_a_gpu_context_are_not(method: str | None) -> None:
         ),
     ],
 )
-def test_five_hundred_workers_become_what_files_and_memory_allow(
+def test_five_hundred_workers_become_what_cores_files_and_memory_allow(
     machine: Machine, most: int, reason: str
 ) -> None:
     safe, (line,) = make_safe(machine, LoaderRequest(num_workers=500))

@@ -218,15 +218,17 @@ def test_loading_here_is_reconsidered_when_samples_become_slow(
 ) -> None:
     monkeypatch.setattr(auto_workers, "AGAIN_S", again_s)
     monkeypatch.setattr(auto_workers, "MAX_AGAIN_S", again_s)
-    loader = DataLoader(Slowing(600, 96), batch_size=8, num_workers="auto")
+    monkeypatch.setattr(auto_workers, "SURE_FROM_S", 0.0)
+    loader = DataLoader(Slowing(600, 64), batch_size=8, num_workers="auto")
+    loader._measured = {"sample_s": 1e-6, "busy_share": 1.0, "num_samples": 600}
     batches = []
     for batch in loader:
         batches.append(batch)
-        if len(batches) <= 12:
-            time.sleep(0.1)  # a training step that takes longer than a batch
+        if len(batches) <= 8:
+            time.sleep(0.2)  # a training step that takes much longer than a batch
     assert torch.cat([batch[0] for batch in batches]).tolist() == list(range(600))
     pids = torch.cat([batch[-1] for batch in batches]).tolist()
-    assert set(pids[:96]) == {os.getpid()}
+    assert set(pids[:64]) == {os.getpid()}
     if again_s < 1.0:
         assert os.getpid() not in set(pids[-40:])
         assert loader.num_workers > 1
