@@ -10,6 +10,7 @@ needed at a time, and a reader keeps the blocks it used last.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import sys
@@ -181,6 +182,29 @@ class BlockReader:
             num_mixed=num_mixed,
             **keywords,
         )
+
+    # -- object storage --------------------------------------------------------------------------
+
+    @property
+    def follow_epoch(self) -> Callable[..., None]:
+        """Publishes a loader's order to the cache. Exists for object storage only."""
+        follow: Callable[..., None] = self._remote().follow
+        return functools.partial(follow, self)
+
+    @property
+    def count_network(self) -> Callable[[], dict[str, Any]]:
+        """Counts downloads. Exists for object storage only."""
+        count: Callable[[], dict[str, Any]] = self._remote().count_network
+        return count
+
+    @property
+    def plan_notes(self) -> Sequence[str]:
+        """Notes for the plan of a loader."""
+        found = getattr(self, "_files", None)
+        return list(getattr(found, "plan_notes", ()))
+
+    def _remote(self) -> Any:
+        return getattr(self, "_files", None)  # local files have no such methods
 
     # -- cache -----------------------------------------------------------------------------------
 

@@ -31,6 +31,15 @@ def lock_file(descriptor: int, *, waits: bool) -> bool:
     return is_mine
 
 
+def unlock_file(descriptor: int) -> None:
+    """Release the lock of a file that another process has locked and handed down. POSIX only."""
+    if os.name == "posix":
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def packing_lock(folder: str) -> Iterator[None]:
     """Hold the folder's lock. Raises AlreadyThere if another process holds it."""

@@ -140,6 +140,9 @@ class FileEntry:
     bytes: int
     check: int
 
+    etag = None
+    """A file of a packed set is known by its checksum."""
+
     @property
     def blocks_name(self) -> str:
         """Name of the file with the checksums of its blocks, if it has more than one block."""
@@ -193,6 +196,11 @@ class Manifest:
                     raise ValueError(
                         f"shard {number} has the wrong files for {one.name!r}: {found}"
                     )
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """The files of all shards."""
+        return [entry for shard in self.shards for entry in shard.entries]
 
     @classmethod
     def from_json(cls, text: str, path: str) -> Manifest:

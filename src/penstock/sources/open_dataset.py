@@ -109,7 +109,8 @@ def open_dataset(
 
     Args:
         path: A file, a folder, a pattern (``"data/*.tar"``, ``"train-{000..099}.tar"``), or a list
-            of files.
+            of files. Or the addresses of packed sets, tars or Parquet files in object storage
+            (``"s3://bucket/tars/"``).
         format: ``"packed"``, ``"hf"`` (Hugging Face datasets), ``"mds"``, ``"litdata"``,
             ``"lance"``, ``"parquet"``, ``"arrow"``, ``"tar"`` or ``"image folder"``. None:
             recognised by the path.
@@ -118,7 +119,9 @@ def open_dataset(
         transforms: Functions of a field's value, by field name. They can be random.
         allow_pickle: Load pickled fields. Pickles run any code they contain, so allow it only for
             files that you trust.
-        options: Options of the format's reader.
+        options: Options of the format's reader. For object storage also ``cache_folder``,
+            ``cache_bytes``, ``read_ahead_bytes`` and ``network_timeout_s``, as in
+            :class:`penstock.Packed`.
 
     Raises:
         BadStore: The format is not recognised, or the files are invalid.
@@ -134,18 +137,40 @@ def open_dataset(
     """
     if format is not None:
         BadArgument.unless_one_of("format", format, tuple(FORMATS), "open_dataset")
-    paths = expand_paths(path)
-    name = format or recognise_format(paths)
+    if addresses := _find_addresses(path):
+        from penstock.sources.remote.object_files import open_objects
+
+        cache = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
+        name, files = open_objects(addresses, format, cache)
+        options.update(cache if name == "packed" else {})
+    else:
+        paths = expand_paths(path)
+        name = format or recognise_format(paths)
+        files = _list_files(paths, FORMATS[name].endings)
     module = importlib.import_module(f"penstock.sources.{FORMATS[name].module}")
     reader = getattr(module, FORMATS[name].reader)
     _refuse_unknown(options, name, reader)
-    if len(paths) > 1 and not FORMATS[name].endings and name != "packed":
+    if len(files) > 1 and not FORMATS[name].endings and name != "packed":
         raise BadArgument(
-            f"format={name!r} reads one folder at a time, and {len(paths)} paths were given",
+            f"format={name!r} reads one folder at a time, and {len(files)} paths were given",
             remedy="torch.utils.data.ConcatDataset([penstock.open_dataset(one) for one in paths])",
         )
-    files = _list_files(paths, FORMATS[name].endings)
     return reader(files, ReadOptions(columns, decode, transforms, allow_pickle), **options)
+
+
+_CACHE_OPTIONS = ("cache_folder", "cache_bytes", "read_ahead_bytes", "network_timeout_s")
+
+
+def _find_addresses(path: Any) -> list[str]:
+    """Return the addresses in object storage, or none for paths."""
+    listed = path if isinstance(path, (list, tuple)) else [path]
+    found = [one for one in listed if isinstance(one, str) and "://" in one]
+    if found and len(found) < len(listed):
+        raise BadArgument(
+            f"{found[0]} is in object storage, and other paths are not",
+            remedy="torch.utils.data.ConcatDataset([penstock.open_dataset(one) for one in paths])",
+        )
+    return found
 
 
 def _refuse_unknown(options: Mapping[str, Any], name: str, reader: Callable[..., Any]) -> None:

@@ -427,11 +427,11 @@ class Packed(ColumnDataset):
             BadArgument.unless_one_of("verify", verify, VERIFY, "Packed")
             remote = open_remote(
                 found,
-                folder=cache_folder,
-                max_bytes=cache_bytes,
-                ahead_bytes=read_ahead_bytes,
-                timeout_s=network_timeout_s,
-                verify=verify,
+                verify,
+                cache_folder=cache_folder,
+                cache_bytes=cache_bytes,
+                read_ahead_bytes=read_ahead_bytes,
+                network_timeout_s=network_timeout_s,
             )
             self._open(remote, read_ahead)
         else:
@@ -480,6 +480,10 @@ def open_packed(
     verify: str = "lazy",
     read_ahead: bool | None = None,
     memory_format: torch.memory_format | None = None,
+    cache_folder: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
+    read_ahead_bytes: int | None = None,
+    network_timeout_s: float | None = None,
 ) -> Packed:
     """Return a packed set for :func:`penstock.open_dataset`. It contains no pickles."""
     if not options.decode:
@@ -494,6 +498,10 @@ def open_packed(
             transforms=options.transforms,
             read_ahead=read_ahead,
             memory_format=memory_format,
+            cache_folder=cache_folder,
+            cache_bytes=cache_bytes,
+            read_ahead_bytes=read_ahead_bytes,
+            network_timeout_s=network_timeout_s,
         )
         for path in paths
     ]

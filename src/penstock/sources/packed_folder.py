@@ -50,7 +50,7 @@ class PackedFolder:
         self.manifest = read_manifest(self.path)
         self.schemas = self.manifest.fields
         self.form = self.manifest.form
-        entries = [entry for shard in self.manifest.shards for entry in shard.entries]
+        entries = self.manifest.entries
         for entry in entries:  # before allocating memory by the sizes in an untrusted manifest
             self._check_size(entry)
         self.files = SourceFiles(

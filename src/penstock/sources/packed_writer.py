@@ -181,7 +181,10 @@ def _write_rest(
     }
     left = [number for numbers in waiting.values() for number in numbers]
     num_left = sum(len(spec.indices(number)) for number in left)
-    _check_free_space(folder, spec, min(num_left, (max_kept or num_left) * spec.shard_rows))
+    num_kept = min(num_left, (max_kept or num_left) * spec.shard_rows)
+    if spec.shard_pieces > 1 and waiting:  # pieces are removed after they were joined
+        num_kept += min(spec.shard_rows, spec.num_samples)
+    _check_free_space(folder, spec, num_kept)
     on_progress(spec.num_samples - num_left, spec.num_samples)
     for shard in [shard for shard, numbers in waiting.items() if not numbers]:
         records[shard] = _join_pieces(folder, spec, shard)  # stopped before it was joined

@@ -34,10 +34,10 @@ _Error = TypeVar("_Error", BadStore, Damaged)
 
 
 class FileStamp(NamedTuple):
-    """Size and modification time of a file, by which a changed file is recognised."""
+    """By which a changed file is recognised. ``version``: modification time in ns, or an ETag."""
 
     size: int
-    mtime_ns: int
+    version: int | str
 
 
 def read_stamp(path: str) -> FileStamp:

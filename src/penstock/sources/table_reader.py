@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from penstock.sources.arrow_columns import (
 from penstock.sources.blocks import NUM_MIXED, BlockReader, ReadOptions, refuse_unknown_fields
 from penstock.sources.source_files import SourceFiles, describe
 
+if TYPE_CHECKING:
+    from penstock.sources.remote.object_files import ObjectFiles
+
 CACHE_BYTES = 256 << 20
 """Limit of the blocks that each process keeps decoded."""
 _NUM_LOCKS = 64
@@ -50,6 +53,8 @@ class TableBlock(NamedTuple):
     number: int
     num_rows: int
     num_bytes: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
+    """First and last bytes of what is read of the file. For object storage only."""
 
 
 class TableField(NamedTuple):
@@ -103,7 +108,7 @@ class TableReader(BlockReader):
 
     def __init__(
         self,
-        files: SourceFiles,
+        files: SourceFiles | ObjectFiles,
         blocks: Sequence[TableBlock],
         fields: Mapping[str, TableField],
         options: ReadOptions,
@@ -249,13 +254,28 @@ class TableReader(BlockReader):
     def plan_notes(self) -> tuple[str, ...]:
         """Note for ``loader.plan``, if the decoded blocks do not fit into the cache together."""
         num_bytes = sum(one.num_bytes for one in self._blocks)
+        notes = tuple(super().plan_notes)
         if num_bytes <= self.cache_bytes:
-            return ()
+            return notes
         return (
+            *notes,
             f"decoded, the set has {num_bytes >> 20} MiB, and each process keeps "
             f"{self.cache_bytes >> 20} MiB of it. With shuffle=True, a {self.unit} is decoded "
             "again for nearly every sample. sampler=dataset.block_order(seed=0) decodes each once",
         )
+
+    def find_extents(
+        self, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return file, start and end of the parts that rows need, and whose they are."""
+        blocks = self._block_starts.searchsorted(rows, side="right") - 1
+        found = [
+            (self._blocks[block].file, start, end, owner)
+            for owner, block in enumerate(blocks.tolist())
+            for start, end in self._blocks[block].parts
+        ]
+        files, starts, ends, owners = np.array(found, np.int64).reshape(-1, 4).T
+        return files, starts, ends, owners
 
     def block_order(
         self, *, seed: int = 0, num_mixed: int | None = None, **keywords: Any

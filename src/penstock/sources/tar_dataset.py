@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import lt
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -36,6 +36,9 @@ from penstock.sources.tar_index import (
     load_index,
     open_indexes,
 )
+
+if TYPE_CHECKING:
+    from penstock.sources.remote.object_files import ObjectFiles
 
 KEY, URL = "__key__", "__url__"
 
@@ -75,14 +78,22 @@ class TarDataset(BlockReader):
     """Samples of tar archives in WebDataset's layout. See :func:`penstock.open_dataset`.
 
     Args:
-        paths: The archives.
+        paths: The archives. Or those in object storage, open.
         options: ``__key__`` and ``__url__`` (the archive's path) are columns too. By default, a
             sample has all fields and ``__key__``.
     """
 
-    def __init__(self, paths: Sequence[str], options: ReadOptions) -> None:
-        indexes = open_indexes(paths)
-        self._files = SourceFiles(paths, stamps=[index.stamp for index, _ in indexes])
+    def __init__(self, paths: Sequence[str] | ObjectFiles, options: ReadOptions) -> None:
+        self._files: SourceFiles | ObjectFiles
+        indexes: list[tuple[TarIndex, str | None]]
+        if isinstance(paths, Sequence):
+            indexes = open_indexes(paths)
+            self._files = SourceFiles(paths, stamps=[index.stamp for index, _ in indexes])
+        else:
+            from penstock.sources.remote.object_indexes import open_tar_indexes
+
+            self._files, indexes = paths, open_tar_indexes(paths)
+        paths = self._files.paths
         self._index_paths = [place for _, place in indexes]
         self._indexes: dict[int, TarIndex] = {n: index for n, (index, _) in enumerate(indexes)}
         self._first_blocks = [0]
@@ -298,6 +309,19 @@ class TarDataset(BlockReader):
         rest = None if is_cropped_inside(name, transform) else transform
         return FieldStep(name, encoded, decoder, rest)
 
+    def find_extents(
+        self, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the archive, start and end of samples, and which one each is. For the cache."""
+        starts, ends = np.empty_like(rows), np.empty_like(rows)
+        first_samples = np.asarray(self._first_samples)
+        archives = first_samples.searchsorted(rows, side="right") - 1
+        for archive in np.unique(archives).tolist():
+            mine = archives == archive
+            samples = rows[mine] - first_samples[archive]
+            starts[mine], ends[mine] = self._index(archive).extents(samples)
+        return archives, starts, ends, np.arange(len(rows))
+
     # -- errors ----------------------------------------------------------------------------------
 
     def _wrong_index(self, archive: int) -> Damaged:
@@ -342,9 +366,9 @@ class TarDataset(BlockReader):
         return f"{self._files.paths[span.archive]}, key {key!r}{place}"
 
 
-def open_tars(paths: Sequence[str], options: ReadOptions) -> TarDataset:
+def open_tars(paths: Sequence[str] | ObjectFiles, options: ReadOptions) -> TarDataset:
     """Return a dataset over archives for :func:`penstock.open_dataset`."""
-    for path in paths:
+    for path in paths if isinstance(paths, Sequence) else ():
         if os.path.isdir(path):
             raise BadStore(f"{path} has no .tar files", remedy="a folder of .tar files", path=path)
     return TarDataset(paths, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -52,25 +52,33 @@ class Member(NamedTuple):
     check: int
 
 
-def scan_members(descriptor: int, path: str) -> Iterator[Member]:
+def scan_members(
+    source: int | Callable[[int, int], bytes], path: str, num_bytes: int | None = None
+) -> Iterator[Member]:
     """Yield the regular files of an open archive, in order.
 
     Directories and devices are skipped.
+
+    Args:
+        source: A descriptor, or a function that reads, given an offset and a number of bytes.
+        num_bytes: The size of the archive, if it is read by a function.
 
     Raises:
         BadStore: The file is not a tar archive, is compressed, truncated or damaged, or contains
             links or sparse files.
     """
-    return _Scan(descriptor, path).members()
+    return _Scan(source, path, num_bytes).members()
 
 
 class _Scan:
     """One pass over the headers of an archive."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        self._descriptor = descriptor
+    def __init__(
+        self, source: int | Callable[[int, int], bytes], path: str, num_bytes: int | None
+    ) -> None:
+        self._source = source
         self._path = path
-        self._num_bytes = os.fstat(descriptor).st_size
+        self._num_bytes = os.fstat(source).st_size if isinstance(source, int) else num_bytes or 0
         self._window, self._start = b"", 0
         self._unchecked: list[bytes] = []
         self._places: list[int] = []
@@ -129,11 +137,13 @@ class _Scan:
         return self._window[first : first + num_bytes]
 
     def _pread(self, num_bytes: int, place: int) -> bytes:
+        if not isinstance(self._source, int):
+            return self._source(place, num_bytes)
         try:
             if hasattr(os, "pread"):
-                return os.pread(self._descriptor, num_bytes, place)
-            os.lseek(self._descriptor, place, os.SEEK_SET)
-            return os.read(self._descriptor, num_bytes)
+                return os.pread(self._source, num_bytes, place)
+            os.lseek(self._source, place, os.SEEK_SET)
+            return os.read(self._source, num_bytes)
         except OSError as error:
             raise Damaged(
                 f"{self._path} cannot be read at byte {place}: {error.strerror or error}",

@@ -23,7 +23,7 @@ import sys
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,7 @@ from penstock.errors import BadStore, Damaged
 from penstock.machine.cache_folder import cache_folder
 from penstock.sources.array_files import map_file
 from penstock.sources.source_files import FileStamp, open_regular, read_stamp
-from penstock.sources.tar_headers import BLOCK, scan_members, split_name
+from penstock.sources.tar_headers import BLOCK, Member, scan_members, split_name
 
 ENDING = ".penstock-index"
 BLOCK_BYTES = 2 << 20
@@ -111,6 +111,12 @@ class TarIndex:
             for check, (place, count), size in zip(checks, places, sizes, strict=True)
         ]
 
+    def extents(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each of some samples begins and ends in the archive."""
+        firsts = self.offsets[self.first_fields[samples]].astype(np.int64) - BLOCK
+        lasts = self.first_fields[samples + 1].astype(np.int64) - 1
+        return firsts, self.offsets[lasts].astype(np.int64) + self.sizes[lasts].astype(np.int64)
+
     def extent(self, first: int, last: int) -> tuple[int, int]:
         """Return where the samples ``first`` to ``last - 1`` begin and end in the archive."""
         start = int(self.offsets[self.first_fields[first]]) - BLOCK
@@ -133,13 +139,9 @@ def build_index(path: str, tell: Callable[[int], None] = lambda place: None) -> 
         Damaged: The archive changed meanwhile.
     """
     stamp = read_stamp(path)
-    builder = _Builder(path)
     descriptor = open_regular(path)
     try:
-        for number, (name, offset, size, check) in enumerate(scan_members(descriptor, path)):
-            builder.add(name, offset, size, check)
-            if number % 4096 == 4095:
-                tell(offset)
+        index = index_members(scan_members(descriptor, path), path, stamp, tell)
     finally:
         os.close(descriptor)
     if read_stamp(path) != stamp:
@@ -149,6 +151,18 @@ def build_index(path: str, tell: Callable[[int], None] = lambda place: None) -> 
             remedy="open the dataset again when the file is complete",
             path=path,
         )
+    return index
+
+
+def index_members(
+    members: Iterable[Member], path: str, stamp: FileStamp, tell: Callable[[int], None]
+) -> TarIndex:
+    """Return the index of an archive, from its files in order."""
+    builder = _Builder(path)
+    for number, (name, offset, size, check) in enumerate(members):
+        builder.add(name, offset, size, check)
+        if number % 4096 == 4095:
+            tell(offset)
     tell(stamp.size)
     return builder.finish(stamp)
 
@@ -387,16 +401,16 @@ def open_indexes(paths: Sequence[str]) -> list[tuple[TarIndex, str | None]]:
     }
     missing = [path for path in found if found[path] is None]
     turn = os.getpid() % max(1, len(missing))
-    with _progress(missing) as tell:
+    with indexing_progress({path: read_stamp(path).size for path in missing}) as tell:
         for path in missing[turn:] + missing[:turn]:
             found[path] = find_index(path, read_stamp(path)) or make_index(path, tell(path))
     return [one for path in paths if (one := found[path]) is not None]
 
 
 @contextlib.contextmanager
-def _progress(paths: list[str]) -> Iterator[Callable[[str], Callable[[int], None]]]:
+def indexing_progress(sizes: dict[str, int]) -> Iterator[Callable[[str], Callable[[int], None]]]:
     """Show how much of the archives is indexed, if a person watches and there are some."""
-    if not paths or not sys.stderr.isatty():
+    if not sizes or not sys.stderr.isatty():
         yield lambda path: lambda place: None
         return
     from rich.console import Console
@@ -409,9 +423,8 @@ def _progress(paths: list[str]) -> Iterator[Callable[[str], Callable[[int], None
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        sizes = {path: read_stamp(path).size for path in paths}
         task = bar.add_task("indexing", total=sum(sizes.values()), name="")
-        done = dict.fromkeys(paths, 0)
+        done = dict.fromkeys(sizes, 0)
 
         def tell(path: str) -> Callable[[int], None]:
             def update(place: int) -> None:

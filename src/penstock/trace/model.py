@@ -2,7 +2,8 @@
 
     lease, collate  --> worker lanes: fetch, collate      (gaps: the worker waited for work)
     batch           --> main lane: step, stall, transfer, deliver
-    copy, gpu       --> separate lanes
+    copy, gpu,
+    download        --> separate lanes
     user, sample,
     network         --> in the lane where they ran, nested in the enclosing span
 
@@ -33,6 +34,7 @@ WORDS = {
     "sample": "one sample",
     "transform": "one transform",
     "network": "waiting for object storage",
+    "download": "downloading a block",
     "user": "your own span",
 }
 """The kinds of spans, with the text shown for each."""
@@ -47,6 +49,7 @@ INNER_KINDS = frozenset(_INNER.values())
 _OWN_LANES = {
     Kind.COPY: ("copy", "to device"),
     Kind.GPU: ("gpu", "GPU"),
+    Kind.DOWNLOAD: ("download", "downloads"),
 }
 MAX_YEARS_NS = 10**18
 """Times beyond this (32 years of uptime) are invalid."""
@@ -197,7 +200,7 @@ class _ModelBuilder:
         for raw, records in self._raw:
             self._add_lane(raw, records)
         model = self._model
-        order = ("main", "worker", "copy", "gpu", "user")
+        order = ("main", "worker", "copy", "gpu", "download", "user")
         model.lanes = sorted(
             self._lanes.values(),
             key=lambda lane: (order.index(lane.role) if lane.role in order else 9, lane.number),

@@ -71,9 +71,11 @@ class Kind:
     """The device computes, timed by the device."""
     NETWORK = 12
     """Loading waits for a block from object storage."""
+    DOWNLOAD = 13
+    """A block is downloaded, by a process that all programs share. a: bytes."""
 
 
-NUM_KINDS = Kind.NETWORK + 1
+NUM_KINDS = Kind.DOWNLOAD + 1
 
 RECORD = struct.Struct("<qqqqqHHHHiiii")
 """Number, start, end, a, b; kind, name, thread, part; pass, batch, rows, extra."""

@@ -177,7 +177,7 @@ class Recorder:
         """Counts the samples of each source of a mixture so far in this epoch, over all ranks."""
         self.count_faults: Callable[[], dict[str, Any]] | None = None
         """Counts restarts, hangs and bad samples."""
-        self.count_network: Callable[[], dict[str, Any]] | None = None
+        self.count_network: Callable[..., dict[str, Any]] | None = None
         """Counts downloads of a dataset in object storage."""
         self._max_kept = MAX_KEPT if keeps_all else MAX_KEPT_UNASKED
         self._lock = threading.RLock()
@@ -386,7 +386,8 @@ class Recorder:
         if self.count_sources is not None:
             here["sources"] = self.count_sources()
         if self.count_network is not None:
-            here["network"] = self.count_network()
+            here["network"] = self.count_network(self._born_ns)
+            lanes += _download_lanes(here["network"].pop("downloads", ()), lanes)
         return {"facts": {**self.facts, **here}, "lanes": lanes}
 
     def _user_records(self, since_ns: int = 0) -> list[ProcessRecords]:
@@ -489,6 +490,19 @@ def _about_machine() -> dict[str, int]:
     from penstock.machine.host import memory_bytes, usable_cores
 
     return {"cores": usable_cores(), "memory_bytes": memory_bytes()[0]}
+
+
+def _download_lanes(
+    downloads: Sequence[tuple[int, int, str, int]], lanes: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a lane with the downloads that began before the last record of the others."""
+    last_ns = max((span.end_ns for lane in lanes for span in lane["spans"]), default=0)
+    spans = [
+        Record(Kind.DOWNLOAD, name, start_ns, end_ns, a=num_bytes)
+        for start_ns, end_ns, name, num_bytes in downloads
+        if start_ns < last_ns
+    ]
+    return [{"name": "downloads", "role": "download", "spans": spans}] if spans else []
 
 
 def _num_user_spans() -> int:

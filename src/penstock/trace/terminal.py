@@ -37,6 +37,7 @@ STYLES = {
     "sample": Style("▒", "blue"),
     "transform": Style("▒", "magenta"),
     "network": Style("░", "yellow"),
+    "download": Style("▒", "yellow", "downloads"),
 }
 """Kinds with a legend text are listed below the drawing, in this order."""
 MAX_LANES = 24

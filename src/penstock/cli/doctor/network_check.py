@@ -73,8 +73,7 @@ def check_network(url: str) -> NetworkFindings:
         if content is not None:
             found.kind = "packed set"
             manifest = Manifest.from_json(content.decode("utf-8"), f"{url}/{MANIFEST}")
-            entries = [entry for shard in manifest.shards for entry in shard.entries]
-            sizes = {entry.name: entry.bytes for entry in entries}
+            sizes = {entry.name: entry.bytes for entry in manifest.entries}
         found.num_bytes = sum(sizes.values())
         if not found.num_bytes:
             found.failure = {

@@ -1,10 +1,11 @@
-"""Packed sets in object storage, read through a cache of blocks on this machine's disk.
+"""Data in object storage, read through a cache of blocks on this machine's disk.
 
 ::
 
     program                                    downloader, one per user, machine and set
-    RemoteFolder   the open set                Downloader      fetches, verifies, evicts
-      RemoteRows     rows of one file            ObjectStore     requests, retries
+    RemoteFolder   the open packed set         Downloader      fetches, verifies, evicts
+    ObjectFiles    open tars, Parquet files      ObjectStore     requests, retries
+      RemoteRows     rows of one file
       BlockGather    rows of a batch
       BlockFiles     waits for blocks, maps
       EpochFollower  publishes the order         use_order       what is needed when
@@ -14,11 +15,15 @@
 
     address        URLs of sets
     block_layout   files of a set as numbered blocks
+    object_list    names, sizes and ETags of objects
     cache_table    the mapped table that all processes of a cache share
     block_files    reading blocks: wait, verify, map
     block_gather   copies the rows of a batch out of mapped blocks
     remote_rows    rows of a file
-    remote_folder  the open set
+    cached_set     what all open sets have in common
+    remote_folder  the open packed set
+    object_files   open objects of other formats
+    object_indexes indexes of tars and footers of Parquet files
     use_order      the blocks of an epoch in the order of use
     epoch_follower publishes the order and the position of a loader
     downloader_start  starts the downloader

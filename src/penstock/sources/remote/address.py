@@ -18,6 +18,12 @@ FSSPEC_SCHEMES = ("hf", "sftp", "hdfs", "smb", "local")
 """Read through fsspec, which is installed with torch. It names the package that a scheme needs."""
 _SECRET_NAMES = re.compile("SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY|SAS", re.I)
 _MIN_SECRET = 8
+_SECRETS = re.compile(
+    r"(?<=<AWSAccessKeyId>)[^<]+|(?<=<SignatureProvided>)[^<]+|(?<=<StringToSign>)[^<]+"
+    r"|(?<=<CanonicalRequest>)[^<]+|(?<=Credential=)[^/,&\s]+|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    r"|(?<=X-Amz-Signature=)\w+|(?<=X-Amz-Security-Token=)[^&\s]+"
+)
+"""What answers of S3 repeat of a request."""
 
 
 def check_url(url: str) -> str:
@@ -62,14 +68,19 @@ def require_obstore(url: str) -> None:
 
 
 def without_secrets(text: Any) -> str:
-    """Return the text of an error with the values of secret environment variables removed.
+    """Return the text of an error without the user's secrets.
+
+    Those are the values of secret environment variables, and keys and signatures that a server
+    repeats in its answer.
 
     Example:
         >>> os.environ["SOME_TOKEN"] = "hidden-value"
         >>> without_secrets("refused: hidden-value")
         'refused: ***'
+        >>> without_secrets("<Code>InvalidKey</Code><AWSAccessKeyId>mine</AWSAccessKeyId>")
+        '<Code>InvalidKey</Code><AWSAccessKeyId>***</AWSAccessKeyId>'
     """
-    found = " ".join(str(text).split())
+    found = _SECRETS.sub("***", " ".join(str(text).split()))
     for name, value in os.environ.items():
         if len(value) >= _MIN_SECRET and _SECRET_NAMES.search(name):
             found = found.replace(value, "***")

@@ -101,6 +101,16 @@ class BlockFiles:
         table = self._table
         return {} if table is None else table.all_counters()
 
+    def downloads(self, since_ns: int) -> list[tuple[int, int, str, int]]:
+        """Return start, end, object with range, and bytes of the last downloads."""
+        found = [] if self._table is None else self._table.list_fetches(since_ns)
+        known, sizes = self.layout.num_blocks, self.layout.block_bytes
+        return [
+            (start_ns, end_ns, self.layout.describe(block), int(sizes[block]))
+            for start_ns, end_ns, block in found
+            if 0 <= block < known
+        ]
+
     # -- blocks --------------------------------------------------------------------------------
 
     def touch(self, blocks: np.ndarray) -> None:
@@ -179,7 +189,7 @@ class BlockFiles:
             now_s = time.monotonic()
             if table.state[block] == FAILED and int(table.attempts[block]) != attempts:
                 error = table.read_error(block)
-                if error["kind"] != "access" or has_renewed:
+                if error["kind"] not in ("access", "credentials") or has_renewed:
                     raise self._explain(error)
                 # A new downloader reads the credentials again.
                 has_renewed, attempts = True, int(table.attempts[block])
@@ -218,7 +228,7 @@ class BlockFiles:
             return ""
 
     def _explain(self, error: dict[str, str]) -> PenstockError:
-        kind = Damaged if error["kind"] == "damaged" else StorageFailed
+        kind = Damaged if error["kind"] in ("damaged", "changed") else StorageFailed
         return kind(
             error["what"],
             where=self.starter.folder,

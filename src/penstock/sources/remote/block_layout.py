@@ -1,4 +1,4 @@
-"""The files of a packed set as numbered blocks of a few MiB.
+"""Files in object storage as numbered blocks of a few MiB.
 
     file 0: |block 0|block 1|block 2|   file 1: |block 3|   file 2: |block 4|block 5|
     row:           |-----|
@@ -7,18 +7,21 @@
 Blocks begin at multiples of ``BLOCK_BYTES`` in their file. Only the last block of a file is
 shorter. A block consists of whole checksum units (:mod:`penstock.sources.checksums`), and of a
 tail: the first bytes of the next block, so that a row that begins in a block ends in it too.
+Objects of other formats (tars, Parquet) have the same blocks without tails.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.errors import BadStore
 from penstock.sources.array_files import HEADER_BYTES
 from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
-from penstock.sources.manifest import FieldSchema, FileEntry, Manifest
+from penstock.sources.manifest import MANIFEST, FieldSchema, FileEntry, Manifest
+from penstock.sources.remote.object_list import OBJECTS, ObjectList
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a block. Over 20 ms of latency, one request for 4 MiB at a time reaches 80% of 1 Gbit/s,
@@ -34,15 +37,16 @@ class BlockRange(NamedTuple):
 
 
 class BlockLayout:
-    """The blocks of a set. Made from the manifest alone, so all processes agree on the numbers.
+    """The blocks of a set. Made from its list of files, so all processes agree on the numbers.
 
     Args:
+        files: The manifest of a packed set, or a list of objects.
         where: The URL of the set, for messages.
     """
 
-    def __init__(self, manifest: Manifest, where: str) -> None:
+    def __init__(self, files: Manifest | ObjectList, where: str) -> None:
         self.where = where
-        self.entries = [entry for shard in manifest.shards for entry in shard.entries]
+        self.entries: list[Any] = list(files.entries)
         self.numbers = {entry.name: number for number, entry in enumerate(self.entries)}
         sizes = np.array([entry.bytes for entry in self.entries], np.int64)
         self.first_blocks = np.cumsum([0, *(-(-sizes // BLOCK_BYTES))]).astype(np.int64)
@@ -57,10 +61,11 @@ class BlockLayout:
         self.block_bytes[lasts[has_any]] = (sizes - (-(-sizes // BLOCK_BYTES) - 1) * BLOCK_BYTES)[
             has_any
         ]
-        self.file_tails = np.array(_tail_sizes(manifest), np.int64)
-        files = np.repeat(np.arange(len(sizes)), np.diff(self.first_blocks))
-        ends = (np.arange(self.num_blocks) - self.first_blocks[files] + 1) * BLOCK_BYTES
-        self.tail_bytes = np.clip(sizes[files] - ends, 0, self.file_tails[files])
+        tails = _tail_sizes(files) if isinstance(files, Manifest) else np.zeros(len(sizes))
+        self.file_tails = np.asarray(tails, np.int64)
+        owners = np.repeat(np.arange(len(sizes)), np.diff(self.first_blocks))
+        ends = (np.arange(self.num_blocks) - self.first_blocks[owners] + 1) * BLOCK_BYTES
+        self.tail_bytes = np.clip(sizes[owners] - ends, 0, self.file_tails[owners])
         self.block_bytes += self.tail_bytes
 
     def range_of(self, block: int) -> BlockRange:
@@ -95,6 +100,16 @@ class BlockLayout:
                 path=self.where,
             )
         return found
+
+
+def read_layout(folder: str, where: str) -> BlockLayout:
+    """Return the layout of the set whose list of files is in a folder of the cache."""
+    for name, parse in ((MANIFEST, Manifest.from_json), (OBJECTS, ObjectList.from_json)):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                return BlockLayout(parse(file.read(), path), where)
+    raise FileNotFoundError(os.path.join(folder, MANIFEST))
 
 
 def item_dtypes(schema: FieldSchema) -> list[tuple[np.dtype, tuple[int, ...], int | None]]:

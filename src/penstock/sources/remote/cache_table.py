@@ -3,6 +3,7 @@
     header   the downloader's heartbeat and counters, written by the downloader
     readers  a slot for each loader: heartbeat, position, limits; written by that loader
     processes  counters of the processes that read, each in the place of its number
+    fetches  the last downloads, for the timeline; written by the downloader
     blocks   state, checked, attempts (downloader); want, corrupt, touched (readers)
     units    CRC-32 of each checksum unit, and of the tail of each block (downloader)
 
@@ -33,7 +34,7 @@ ABSENT, PRESENT, FAILED = 0, 1, 2
 NUM_READERS = 64
 ALIVE_S = 5.0
 """A heartbeat that is older belongs to a process that has ended, or is stopped."""
-_MAGIC = b"penstock cache 1"
+_MAGIC = b"penstock cache 2"
 _HEADER = np.dtype(
     [
         ("magic", "S16"),
@@ -49,6 +50,7 @@ _HEADER = np.dtype(
         ("num_retries", "<i8"),
         ("num_corrupt", "<i8"),
         ("busy_s", "<f8"),
+        ("num_fetches", "<i8"),
         ("failed_block", "<i8"),
         ("failure", "S512"),
     ]
@@ -64,6 +66,8 @@ _READER = np.dtype(
 )
 _PROCESS = np.dtype([("num_hits", "<i8"), ("num_waits", "<i8"), ("waited_s", "<f8")])
 _NUM_PROCESSES = 256
+_FETCH = np.dtype([("start_ns", "<i8"), ("end_ns", "<i8"), ("block", "<i8")])
+_NUM_FETCHES = 4096
 
 
 def join_position(order: int, tick: int) -> int:
@@ -107,6 +111,7 @@ class CacheTable:
     header: np.ndarray
     readers: np.ndarray
     processes: np.ndarray
+    fetches: np.ndarray
     touched: np.ndarray
     attempts: np.ndarray
     units: np.ndarray
@@ -125,6 +130,7 @@ class CacheTable:
             ("header", _HEADER, 1),
             ("readers", _READER, NUM_READERS),
             ("processes", _PROCESS, _NUM_PROCESSES),
+            ("fetches", _FETCH, _NUM_FETCHES),
             ("touched", np.dtype("<f8"), blocks),
             ("attempts", np.dtype("<u4"), blocks),
             ("units", np.dtype("<u4"), layout.num_units),
@@ -205,6 +211,18 @@ class CacheTable:
         """Return the downloader's counters since the table was made."""
         names = ("num_requests", "num_bytes", "num_evicted", "num_retries", "num_corrupt")
         return {name: int(self.header[name][0]) for name in (*names, "used_bytes")}
+
+    def note_fetch(self, block: int, start_ns: int, end_ns: int) -> None:
+        """Record a download. Called by the downloader."""
+        number = int(self.header["num_fetches"][0])
+        self.fetches[number % _NUM_FETCHES] = (start_ns, end_ns, block)
+        self.header["num_fetches"] = number + 1
+
+    def list_fetches(self, since_ns: int) -> list[tuple[int, int, int]]:
+        """Return start, end and block of the last downloads that began after a time."""
+        kept = self.fetches.copy()
+        found: list[tuple[int, int, int]] = kept[kept["start_ns"] > since_ns].tolist()
+        return found
 
     def count_read(self, waited_s: float) -> None:
         """Count a read of this process, which found its blocks, or waited for them."""

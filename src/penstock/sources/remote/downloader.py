@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,10 +33,10 @@ import numpy as np
 
 from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
 from penstock.sources.checksums import block_checksums, file_checksum
-from penstock.sources.file_locks import lock_file
-from penstock.sources.manifest import MANIFEST, Manifest
+from penstock.sources.file_locks import lock_file, unlock_file
+from penstock.sources.manifest import MANIFEST
 from penstock.sources.remote.address import without_secrets
-from penstock.sources.remote.block_layout import BlockLayout
+from penstock.sources.remote.block_layout import BlockLayout, read_layout
 from penstock.sources.remote.cache_table import (
     ABSENT,
     BLOCKS,
@@ -50,6 +51,7 @@ from penstock.sources.remote.cache_table import (
     is_fresh,
     split_position,
 )
+from penstock.sources.remote.object_list import OBJECTS, find_objects
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore
 from penstock.sources.remote.use_order import (
     NEVER,
@@ -59,6 +61,7 @@ from penstock.sources.remote.use_order import (
     plan_fetches,
     read_uses,
 )
+from penstock.trace.record import now_ns
 
 NUM_REQUESTS = 32
 """Requests at the same time."""
@@ -139,9 +142,10 @@ class Downloader:
         self._pool = ThreadPoolExecutor(NUM_REQUESTS + _FOR_WISHES, "penstock-request")
         self._in_flight: dict[int, bool] = {}
         """Blocks being fetched: True if a reader waits for it."""
-        self._done: queue.SimpleQueue[tuple[int, FetchFailed | OSError | None]] = (
+        self._done: queue.SimpleQueue[tuple[int, FetchFailed | OSError | None, int]] = (
             queue.SimpleQueue()
         )
+        """Blocks, why they could not be had, and when their download began."""
         self._unit_locks = [threading.Lock() for _ in range(16)]
         self._counting = threading.Lock()
         self._orders: dict[int, _PublishedOrder] = {}
@@ -360,6 +364,7 @@ class Downloader:
 
     def _fetch(self, block: int) -> None:
         failed: FetchFailed | OSError | None = None
+        start_ns = now_ns()
         try:
             content = self._fetch_checked(block)
             path = self.table.block_path(block)
@@ -370,7 +375,7 @@ class Downloader:
             failed = error
         except Exception as error:  # must not be lost with the thread
             failed = FetchFailed("network", f"{self._layout.describe(block)}: {error!r}")
-        self._done.put((block, failed))
+        self._done.put((block, failed, start_ns))
 
     def _fetch_checked(self, block: int) -> bytes:
         file, start, end = self._layout.range_of(block)
@@ -420,21 +425,24 @@ class Downloader:
 
     def _read_units(self, file: int, start: int, end: int) -> bytes:
         """Fetch whole checksum units of a file. What differs is fetched again once."""
-        name = self._layout.entries[file].name
+        entry = self._layout.entries[file]
         first = int(self._layout.first_units[file]) + start // UNIT_BYTES
         for _ in range(2):
-            content = bytes(self._store.read(name, start, end))
+            content = bytes(self._store.read(entry.name, start, end, entry.etag))
             self._count(num_requests=1, num_bytes=len(content))
-            self._learn_units(file, content)
             units = block_checksums(content)
+            if entry.etag is not None:  # no packed set: what arrives now has to stay the same
+                self.table.units[first : first + len(units)] = units
+                return content
+            self._learn_units(file, content)
             if np.array_equal(units, self.table.units[first : first + len(units)]):
                 return content
             self._count(num_corrupt=1)
             self.table.known[file] = 0
         raise FetchFailed(
             "damaged",
-            f"{self._layout.where}/{name}, bytes {start} to {end} differs from what was packed, "
-            "also after it was fetched again",
+            f"{self._layout.where}/{entry.name}, bytes {start} to {end} differs from what was "
+            "packed, also after it was fetched again",
             "the object was replaced or damaged, or is being replaced now.",
             "copy the set again from its source, or pack again",
         )
@@ -473,10 +481,11 @@ class Downloader:
         has_done = False
         while True:
             try:
-                block, failed = self._done.get_nowait()
+                block, failed, start_ns = self._done.get_nowait()
             except queue.Empty:
                 return has_done
             has_done, is_wish = True, self._in_flight.pop(block)
+            self.table.note_fetch(block, start_ns, now_ns())
             if failed is None:
                 if is_wish or self.table.want[block]:
                     self._granted[block] = time.monotonic()
@@ -508,7 +517,7 @@ class Downloader:
             self.table.attempts[block] += 1
             self.table.want[block] = 0
             self.table.state[block] = FAILED
-        self.must_end |= facts["kind"] == "access"
+        self.must_end |= facts["kind"] in ("access", "credentials")
 
     def _has_shrunk(self) -> bool:
         """Use less of a full disk from now on. Returns False if it stays full.
@@ -524,8 +533,12 @@ class Downloader:
         return now_s - self._full_s < _UNMAPPED_S
 
 
-def main(arguments: str, folder: str) -> None:
-    """Run the downloader of the set in ``folder``. Called in a process of its own."""
+def main(arguments: str, folder: str, turn: str) -> None:
+    """Run the downloader of the set in ``folder``. Called in a process of its own.
+
+    Args:
+        turn: The file whose lock keeps other processes from starting one. See ``downloader_start``.
+    """
     options = json.loads(arguments)
     for path in (options["root"], folder):  # again, if the user has removed them
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -533,21 +546,20 @@ def main(arguments: str, folder: str) -> None:
     if not lock_file(descriptor, waits=False):
         return
     try:
-        has_manifest = os.path.exists(os.path.join(folder, MANIFEST))
-        if not has_manifest and store_manifest(options) != folder:
+        has_list = any(os.path.exists(os.path.join(folder, one)) for one in (MANIFEST, OBJECTS))
+        if not has_list and store_manifest(options) != folder:
             raise ValueError(f"{options['url']} has changed since it was opened")
         for name in FOLDERS:
             os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
-        _run(options, folder)
+        _run(options, folder, int(turn))
     except Exception as error:
         with contextlib.suppress(OSError), open(os.path.join(folder, START_ERROR), "w") as file:
             file.write(f"{type(error).__name__}: {without_secrets(error)}")
     os._exit(0)  # without waiting for requests in flight
 
 
-def _run(options: dict[str, Any], folder: str) -> None:
-    with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
-        layout = BlockLayout(Manifest.from_json(file.read(), MANIFEST), options["url"])
+def _run(options: dict[str, Any], folder: str, turn: int) -> None:
+    layout = read_layout(folder, options["url"])
     table = CacheTable(folder, layout, create=True)
 
     def note_retry() -> None:
@@ -556,6 +568,8 @@ def _run(options: dict[str, Any], folder: str) -> None:
     store = ObjectStore(options["url"], options["timeout_s"] / 2, note_retry)
     downloader = Downloader(store, layout, table, options["max_bytes"], options["ahead_bytes"])
     next_check_s = 0.0
+    downloader.turn()  # the first heartbeat, so that others see it
+    unlock_file(turn)
     while not (downloader.must_end or downloader.is_idle):
         is_busy = downloader.turn()
         if time.monotonic() > next_check_s:
@@ -589,9 +603,22 @@ def store_manifest(options: dict[str, Any]) -> str:
 
 def fetch(arguments: str) -> None:
     """Fetch the manifest into the cache and print the set's folder. Called in a process."""
-    options = json.loads(arguments)
+    _answer(json.loads(arguments), lambda options: {"folder": store_manifest(options)})
+
+
+def look_up(arguments: str) -> None:
+    """Print the objects that the names on standard input stand for. Called in a process."""
+
+    def find(options: dict[str, Any]) -> dict[str, Any]:
+        store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+        return {"objects": find_objects(store, json.load(sys.stdin))}
+
+    _answer(json.loads(arguments), find)
+
+
+def _answer(options: dict[str, Any], find: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     try:
-        answer = {"folder": store_manifest(options)}
+        answer = find(options)
     except FetchFailed as error:
         answer = error.facts
     except Exception as error:

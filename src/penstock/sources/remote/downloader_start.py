@@ -1,8 +1,9 @@
 """Starts the downloader of a set, in a process of its own.
 
 The downloader is a child of the program whose reader missed it first, and ends with that program.
-Several programs can start one at the same time: a file lock lets one of them work, and the others
-end at once. The program holds no open pipe or file of it, so the fork server can still be a fork.
+Many processes can miss it at the same time. One of them starts it: the lock of ``start.lock``
+passes to the new process, which releases it after its first heartbeat. The program holds no open
+pipe or file of it, so the fork server can still be a fork.
 
 Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 """
@@ -10,20 +11,28 @@ Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import StorageFailed
 from penstock.machine.child_process import ChildProcess, python_command
+from penstock.sources.file_locks import lock_file
+from penstock.sources.remote.object_list import ObjectEntry, ObjectList
 
 _ENTRY = "penstock.sources.remote.downloader:main"
 _PAUSE_S = 2.0
-"""Time between two starts. A downloader takes the lock within this time on an idle machine."""
+"""Time between two starts for one set."""
+_STARTING_S = 60.0
+"""How long a downloader can take to start before another one is tried."""
+START_LOCK = "start.lock"
+"""Has the number of starts so far. Its time of change is that of the last one."""
 _children: list[tuple[int, subprocess.Popen[bytes]]] = []
 """Downloaders and the processes that started them. A forked process has those of its parent too."""
 _mutex = threading.Lock()
@@ -44,32 +53,63 @@ class DownloaderStarter:
 
     Args:
         folder: The folder of this set in the cache.
+        objects: The list of files, written again if the folder was removed. None: the downloader
+            fetches the manifest.
     """
 
-    def __init__(self, url: str, folder: str, options: CacheOptions) -> None:
+    def __init__(
+        self, url: str, folder: str, options: CacheOptions, objects: ObjectList | None = None
+    ) -> None:
         self.url = url
         self.folder = folder
         self.options = options
+        self._objects = objects
         self._last_s = 0.0
 
     def start(self) -> None:
-        """Start a downloader, unless this process has just done so. Does not wait for it."""
+        """Start a downloader, unless one is being started. Does not wait for it."""
         with _mutex:
             now_s = time.monotonic()
             if self._last_s and now_s - self._last_s < _PAUSE_S:
                 return
             self._last_s = now_s
-            command = python_command(_ENTRY, _arguments(self.url, self.options), self.folder)
-            nothing = subprocess.DEVNULL
-            options: dict[str, Any] = {"start_new_session": True}
-            if sys.platform == "win32":
-                flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
-                options = {"creationflags": flags}
-            _forget_ended()
-            child = subprocess.Popen(
-                command, stdin=nothing, stdout=nothing, stderr=nothing, **options
-            )
-            _children.append((os.getpid(), child))
+            with _turn_to_start(self.folder) as turn:
+                if turn is None:
+                    return
+                if self._objects is not None:
+                    self._objects.store(self.options.root, self.url)
+                arguments = _arguments(self.url, self.options)
+                command = python_command(_ENTRY, arguments, self.folder, str(turn))
+                options: dict[str, Any] = {"start_new_session": True, "pass_fds": (turn,)}
+                if sys.platform == "win32":
+                    flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
+                    options = {"creationflags": flags}
+                _forget_ended()
+                nothing = subprocess.DEVNULL
+                child = subprocess.Popen(
+                    command, stdin=nothing, stdout=nothing, stderr=nothing, **options
+                )
+                _children.append((os.getpid(), child))
+
+
+@contextlib.contextmanager
+def _turn_to_start(folder: str) -> Iterator[int | None]:
+    """Yield the locked file of the process that may start a downloader now, None in others."""
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    turn = os.open(os.path.join(folder, START_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        has_lock, found = lock_file(turn, waits=False), os.fstat(turn)
+        limit_s = _PAUSE_S if has_lock else _STARTING_S
+        if found.st_size and 0 <= time.time() - found.st_mtime < limit_s:
+            yield None
+            return
+        os.lseek(turn, 1, os.SEEK_SET)  # Windows has locked the first byte
+        number = int(os.read(turn, 20) or 0) + 1
+        os.lseek(turn, 1, os.SEEK_SET)
+        os.write(turn, str(number).encode())
+        yield turn
+    finally:
+        os.close(turn)
 
 
 def fetch_manifest(url: str, options: CacheOptions) -> str:
@@ -78,15 +118,31 @@ def fetch_manifest(url: str, options: CacheOptions) -> str:
     Raises:
         StorageFailed: It could not be fetched.
     """
-    command = python_command(_ENTRY.replace(":main", ":fetch"), _arguments(url, options))
-    with ChildProcess(command) as child:
+    return str(_ask("fetch", url, options)["folder"])
+
+
+def look_up_objects(
+    url: str, names: Sequence[str], options: CacheOptions
+) -> list[list[ObjectEntry] | None]:
+    """Return the objects that names, patterns and folders stand for. See ``find_objects``.
+
+    Raises:
+        StorageFailed: They could not be looked up.
+    """
+    found = _ask("look_up", url, options, json.dumps(list(names)).encode())["objects"]
+    return [None if some is None else [ObjectEntry(*one) for one in some] for some in found]
+
+
+def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> dict[str, Any]:
+    """Return the answer of a short-lived process that talks to the network."""
+    command = python_command(_ENTRY.replace("main", function), _arguments(url, options))
+    with ChildProcess(command, send=send) as child:
         try:
-            line = child.read_line(options.timeout_s + 30.0)
-            answer = json.loads(line or "")
+            answer = json.loads(child.read_line(options.timeout_s + 30.0) or "")
         except (TimeoutError, ValueError):
-            answer = {"kind": "network", "what": f"{url}/manifest.json could not be fetched"}
-    if "folder" in answer:
-        return str(answer["folder"])
+            answer = {"kind": "network", "what": f"{url} could not be read"}
+    if "what" not in answer:
+        return dict(answer)
     raise StorageFailed(
         answer["what"],
         likely=answer.get("likely") or None,

@@ -24,10 +24,9 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.order.samplers import Order, SeededOrder
-from penstock.sources.columns import FixedColumn
 from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.block_files import BlockFiles
-from penstock.sources.remote.block_layout import BLOCK_BYTES, blocks_between, describe_bytes
+from penstock.sources.remote.block_layout import describe_bytes
 from penstock.sources.remote.cache_table import (
     ORDERS,
     CacheTable,
@@ -35,7 +34,7 @@ from penstock.sources.remote.cache_table import (
     join_position,
     split_position,
 )
-from penstock.sources.remote.remote_rows import RemoteRows
+from penstock.sources.remote.cached_set import CachedSet
 from penstock.sources.remote.use_order import largest_batch, merge_uses, write_uses
 
 _POSITION_S, _CHECK_S = 0.02, 0.5
@@ -56,7 +55,7 @@ def follow_epoch(
     """Publish the epoch that a loader begins. Called by the loader in the training process.
 
     Args:
-        dataset: A :class:`penstock.Packed` over object storage.
+        dataset: A dataset over object storage.
         epoch_state: The loader's :class:`~penstock.order.epoch_state.EpochState`.
         order: The Penstock order of its samples, or None.
 
@@ -66,16 +65,16 @@ def follow_epoch(
     if order is None and type(sampler).__name__ == "SequentialSampler":
         order = SeededOrder(len(dataset), shuffle=False)
     notes = [] if order is not None else [_FOREIGN_NOTE]
-    for files in dataset._files:
-        files.order_notes = notes
+    for one in sets_of(dataset):
+        one.order_notes = notes
     if order is None:
         return
     follower = _followers.get(epoch_state)
     if follower is None or follower.process != os.getpid():
         follower = _followers[epoch_state] = EpochFollower(dataset, epoch_state)
     cost = follower.begin(order.starting_at(epoch_state.start), batch_size or 1)
-    for files in dataset._files:
-        files.order_notes = cost
+    for one in sets_of(dataset):
+        one.order_notes = cost
 
 
 _FOREIGN_NOTE = (
@@ -92,9 +91,7 @@ class EpochFollower:
         self.process = os.getpid()
         self._dataset = dataset
         self._epoch_state = weakref.ref(epoch_state)
-        self._published = [
-            _Slot(folder.files, folder.options) for folder in _distinct(dataset._files)
-        ]
+        self._published = [_Slot(one.files, one.options) for one in sets_of(dataset)]
         self._epochs: dict[int, dict[BlockFiles, np.ndarray]] = {}
         """Uses of whole epochs that were computed: this one and the next."""
         self._mutex = threading.Lock()
@@ -203,12 +200,9 @@ class EpochFollower:
         """Return the batches and blocks of this rank's samples from ``first`` to ``last``."""
         places = np.arange(first, min(last, len(order)))
         rows = order.indices(first, last)
-        if self._dataset._rows is not None:
-            rows = self._dataset._rows_at(rows)
         found: dict[BlockFiles, list[Pairs]] = {slot.files: [] for slot in self._published}
-        for column in self._dataset._columns:
-            for files, owners, blocks in blocks_of_rows(column, rows):
-                found[files].append((places[owners] // batch_size, blocks))
+        for files, owners, blocks in sets_of(self._dataset)[0].blocks_of(self._dataset, rows):
+            found[files].append((places[owners] // batch_size, blocks))
         return {files: _unique(_join(pairs)) for files, pairs in found.items()}
 
 
@@ -326,51 +320,11 @@ def _table_lock(folder: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def blocks_of_rows(column: Any, rows: np.ndarray) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
-    """Yield (files, which row, block) for each block that rows of a column need."""
-    first_rows = np.asarray(column.first_rows)
-    numbers = first_rows.searchsorted(rows, side="right") - 1
-    inner = rows - first_rows[numbers]
-    if isinstance(column, FixedColumn):
-        shards: list[Any] = column.shards
-        yield from _fixed_blocks(shards, numbers, inner, inner + 1)
-        return
-    parts: list[list[Any]] = [list(some) for some in zip(*column.shards, strict=True)]
-    data, offsets, shapes = parts
-    yield from _fixed_blocks(offsets, numbers, inner, inner + 2)
-    if shapes[0] is not None:
-        yield from _fixed_blocks(shapes, numbers, inner, inner + 1)
-    starts, ends = np.empty_like(inner), np.empty_like(inner)
-    for number in np.unique(numbers).tolist():
-        mine = numbers == number
-        low, high = int(inner[mine].min()), int(inner[mine].max())
-        found = offsets[number].read(low, high + 2)
-        starts[mine], ends[mine] = found[inner[mine] - low], found[inner[mine] - low + 1]
-    yield from _fixed_blocks(data, numbers, starts, ends)
-
-
-def _fixed_blocks(
-    shards: list[RemoteRows], numbers: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
-) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
-    if not shards or not shards[0].row_bytes:
-        return
-    row_bytes = max(shard.row_bytes for shard in shards)
-    sets = {id(shard.files): shard.files for shard in shards}
-    first_blocks = np.array([shard.first_block for shard in shards], np.int64)
-    header, tails = shards[0].data_start, np.array([shard.tail_bytes for shard in shards])[numbers]
-    blocks, owners = blocks_between(header + firsts * row_bytes, header + lasts * row_bytes, tails)
-    blocks = blocks + first_blocks[numbers[owners]]
-    if len(sets) == 1:
-        yield shards[0].files, owners, blocks
-        return
-    of_set = np.array([list(sets).index(id(shard.files)) for shard in shards])
-    for place, files in enumerate(sets.values()):
-        mine = of_set[numbers[owners]] == place
-        yield files, owners[mine], blocks[mine]
-
-
-def _distinct(folders: Any) -> list[Any]:
-    return list({id(folder.files): folder for folder in folders}.values())
+def sets_of(dataset: Any) -> list[CachedSet]:
+    """Return the different sets that a dataset reads."""
+    found = dataset._files
+    listed = found if isinstance(found, tuple) else (found,)
+    return list({id(one.files): one for one in listed}.values())
 
 
 def _join(pairs: list[Pairs]) -> Pairs:
@@ -385,6 +339,3 @@ def _unique(pairs: Pairs) -> Pairs:
     batches, blocks = pairs
     found = np.unique((batches << 32) | blocks)
     return found >> 32, found & 0xFFFFFFFF
-
-
-assert BLOCK_BYTES % 16 == 0, "an item must not lie in two blocks"

@@ -9,9 +9,12 @@ Tested by ``tests/integration/sources/remote/test_object_store.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
+
+_VERSIONS = ("ETag", "etag", "blob_id", "mtime", "last_modified")
+"""What file systems call the version of a file."""
 
 
 class FsspecStore:
@@ -30,29 +33,37 @@ class FsspecStore:
 
         self._files, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
 
-    def get(self, store: Any, name: str) -> Any:
-        content = bytes(self._files.cat_file(self._path(name)))
-        return SimpleNamespace(bytes=lambda: content)
-
-    def get_range(self, store: Any, name: str, *, start: int, end: int) -> bytes:
-        return bytes(self._files.cat_file(self._path(name), start=start, end=end))
+    def get(self, store: Any, name: str, options: Any = None) -> Any:
+        start, end = (options or {}).get("range", (None, None))
+        content = bytes(self._files.cat_file(self._path(name), start=start, end=end))
+        return SimpleNamespace(bytes=lambda: content, meta=self.head(store, name))
 
     def put(self, store: Any, name: str, content: bytes) -> None:
         self._files.pipe_file(self._path(name), content)
 
     def head(self, store: Any, name: str) -> dict[str, Any]:
-        return {"size": self._files.info(self._path(name))["size"]}
+        return self._describe(self._files.info(self._path(name)), name)
+
+    def _describe(self, found: Mapping[str, Any], name: str) -> dict[str, Any]:
+        etag = next((found[key] for key in _VERSIONS if found.get(key)), "")
+        return {"path": name, "size": found["size"], "e_tag": str(etag)}
 
     def delete(self, store: Any, name: str) -> None:
         self._files.rm_file(self._path(name))
 
     def list(self, store: Any) -> Iterator[Any]:
-        found = self._files.ls(self._root, detail=True)
-        yield [
-            {"path": one["name"].rpartition("/")[2], "size": one["size"]}
-            for one in found
-            if one["type"] == "file"
-        ]
+        yield self.list_with_delimiter(store)["objects"]
+
+    def list_with_delimiter(self, store: Any, prefix: str | None = None) -> dict[str, Any]:
+        found = self._files.ls(self._path(prefix) if prefix else self._root, detail=True)
+        start = f"{prefix}/" if prefix else ""
+        return {
+            "objects": [
+                self._describe(one, start + one["name"].rpartition("/")[2])
+                for one in found
+                if one["type"] == "file"
+            ]
+        }
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -3,20 +3,24 @@
 Used by the downloader and by commands that copy sets, never in a training process.
 
 obstore finds credentials as the provider's own tools do: in environment variables, or from the
-machine or container. For S3, the profiles of ``~/.aws`` are used where boto3 is installed.
+machine or container. For S3, the endpoint and the region of the profile in ``~/.aws/config`` are
+used, and its credentials where boto3 is installed.
 """
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from penstock.sources.remote.address import uses_fsspec, without_secrets
+from penstock.sources.remote.object_list import ObjectEntry
 
 _T = TypeVar("_T")
 CONNECT_S, STALL_S, REQUEST_S = 10, 20, 120
@@ -29,6 +33,16 @@ _REFUSED = (
     "RequestExpired",
     "AccessDenied",
 )
+_ROLES = ("169.254.", "metadata.google.internal", "/latest/api/token", "/latest/meta-data/")
+"""Where the role of a machine is asked for, if there are no other credentials."""
+_CREDENTIALS_S = 5.0
+"""How long the search for credentials is repeated."""
+_CREDENTIALS = {
+    "s3": "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or, for a public bucket, "
+    "AWS_SKIP_SIGNATURE=true",
+    "gs": "export GOOGLE_APPLICATION_CREDENTIALS=/path/to/key.json",
+    "az": "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...",
+}
 _WITHOUT_RANGES = ("non-partial response", "Operation not supported")
 
 
@@ -36,12 +50,16 @@ class FetchFailed(Exception):
     """An object could not be read.
 
     Args:
-        kind: ``"network"``, ``"access"`` or ``"damaged"``.
+        kind: ``"network"``, ``"access"``, ``"credentials"``, ``"damaged"`` or ``"changed"``.
     """
 
     def __init__(self, kind: str, what: str, likely: str = "", remedy: str = "") -> None:
         super().__init__(what)
         self.facts = {"kind": kind, "what": what, "likely": likely, "remedy": remedy}
+
+
+class _Changed(Exception):
+    """An object has another ETag than when the dataset was opened."""
 
 
 class ObjectStore:
@@ -67,15 +85,21 @@ class ObjectStore:
 
             self._obstore, self._store = obstore, _open_store(url)
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
+    ) -> bytes:
         """Return the bytes of an object, or of a range of it. Blocks for a bounded time.
 
+        Args:
+            etag: The ETag that the object must have.
+
         Raises:
-            FetchFailed: The storage refuses, or faults last longer than ``retry_s``.
+            FetchFailed: The storage refuses, the object has changed, or faults last longer than
+                ``retry_s``.
         """
         part = "" if end is None else f", bytes {start} to {end}"
         return self._repeat(
-            lambda: self._read_once(name, start, end), name, f"{part} could not be read"
+            lambda: self._read_once(name, start, end, etag), name, f"{part} could not be read"
         )
 
     def write(self, name: str, content: bytes) -> None:
@@ -84,53 +108,91 @@ class ObjectStore:
             lambda: self._obstore.put(self._store, name, content), name, " could not be written"
         )
 
-    def size_of(self, name: str) -> int | None:
-        """Return the number of bytes of an object, or None if it does not exist."""
+    def look_up(self, name: str) -> ObjectEntry | None:
+        """Return the size and ETag of an object, or None if it does not exist."""
 
-        def look() -> int | None:
+        def look() -> ObjectEntry | None:
             try:
-                return int(self._obstore.head(self._store, name)["size"])
-            except FileNotFoundError:
+                return _entry_of({**self._obstore.head(self._store, name), "path": name})
+            except FileNotFoundError as error:
+                if _lacks_bucket(error):
+                    raise
                 return None
 
         return self._repeat(look, name, " could not be looked up")
 
+    def size_of(self, name: str) -> int | None:
+        """Return the number of bytes of an object, or None if it does not exist."""
+        found = self.look_up(name)
+        return None if found is None else found.bytes
+
     def list_some(self) -> dict[str, int]:
         """Return the names and sizes of some objects."""
-        try:
+        with self._listing(""):
             found: Any = next(iter(self._obstore.list(self._store)), [])
-        except Exception as error:  # not repeated, because web servers have no lists
-            raise self._explain(error, "", " could not be listed") from None
         return {str(one["path"]): int(one["size"]) for one in found}
+
+    def list_folder(self, folder: str) -> list[ObjectEntry]:
+        """Return the objects in a folder, without those in its folders."""
+        with self._listing(folder):
+            found = self._obstore.list_with_delimiter(self._store, folder or None)["objects"]
+        return [_entry_of(one) for one in found]
+
+    @contextmanager
+    def _listing(self, folder: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # not repeated, because web servers have no lists
+            failed = self._explain(error, folder, " could not be listed")
+            if self.url.startswith("http") and failed.facts["kind"] == "network":
+                failed.facts["likely"] = "web servers have no list of their files."
+                failed.facts["remedy"] = (
+                    f"name the files: open_dataset('{self.url}/train-{{000..099}}.tar')"
+                )
+            raise failed from None
 
     def delete(self, name: str) -> None:
         self._repeat(lambda: self._obstore.delete(self._store, name), name, " could not be deleted")
 
     def _repeat(self, call: Callable[[], _T], name: str, what: str) -> _T:
         """Call a function again after faults that can pass, for a bounded time."""
-        deadline_s, pause_s = time.monotonic() + self._retry_s, _FIRST_PAUSE_S
+        start_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        deadline_s = start_s + self._retry_s
         while True:
             try:
                 return call()
             except Exception as error:
                 failed = self._explain(error, name, what)
-                is_final = failed.facts["kind"] == "access" or isinstance(error, FileNotFoundError)
-                if is_final or time.monotonic() + pause_s > deadline_s:
+                kind, now_s = failed.facts["kind"], time.monotonic()
+                is_final = kind in ("access", "changed") or isinstance(error, FileNotFoundError)
+                if kind == "credentials":
+                    deadline_s = min(deadline_s, start_s + _CREDENTIALS_S)
+                if is_final or now_s + pause_s > deadline_s:
                     raise failed from None
             self._note_retry()
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _read_once(self, name: str, start: int, end: int | None) -> bytes:
-        if end is None:
-            return bytes(self._obstore.get(self._store, name).bytes())
-        found = bytes(self._obstore.get_range(self._store, name, start=start, end=end))
-        if len(found) != end - start:
+    def _read_once(self, name: str, start: int, end: int | None, etag: str | None) -> bytes:
+        part = {} if end is None else {"options": {"range": (start, end)}}
+        answer = self._obstore.get(self._store, name, **part)
+        now = _entry_of(answer.meta).etag if etag is not None else None
+        if now != etag:
+            raise _Changed(f"its ETag was {etag} and is {now} now")
+        found = bytes(answer.bytes())
+        if end is not None and len(found) != end - start:
             raise OSError(f"the answer has {len(found)} bytes instead of {end - start}")
         return found
 
     def _explain(self, error: Exception, name: str, what: str) -> FetchFailed:
         what = f"{self.url}/{name}{what}: {_shorten(without_secrets(error))}"
+        if isinstance(error, _Changed):
+            return FetchFailed(
+                "changed",
+                f"{self.url}/{name} has changed since the dataset was opened: {error}",
+                "another program has replaced it.",
+                "open the dataset again when the objects are complete",
+            )
         refused = (
             self._obstore.exceptions.PermissionDeniedError,
             self._obstore.exceptions.UnauthenticatedError,
@@ -141,6 +203,21 @@ class ObjectStore:
                 what,
                 "the credentials are missing or expired, or do not allow this.",
                 "renew the credentials in the environment or the provider's files, and run again",
+            )
+        if any(words in str(error) for words in _ROLES):
+            return FetchFailed(
+                "credentials",
+                f"{self.url} cannot be read: no credentials were found in the environment or in "
+                "the provider's files, and this machine has no role",
+                "the variables are not set in the environment of this program.",
+                _CREDENTIALS.get(self.url[:2], "set the provider's environment variables"),
+            )
+        if _lacks_bucket(error):
+            return FetchFailed(
+                "network",
+                f"the bucket of {self.url} does not exist at {find_endpoint() or 'Amazon'}",
+                "its name is misspelt, or it is at another provider.",
+                "export AWS_ENDPOINT_URL=..., for storage that is not Amazon's",
             )
         if isinstance(error, FileNotFoundError):
             return FetchFailed(
@@ -164,6 +241,17 @@ class ObjectStore:
         )
 
 
+def _entry_of(meta: Mapping[str, Any]) -> ObjectEntry:
+    etag = str(meta.get("e_tag") or "").removeprefix("W/").strip('"')
+    if not etag and meta.get("last_modified"):  # lists have it in ms, answers in s
+        etag = f"{meta['last_modified']:%Y-%m-%dT%H:%M:%S}"
+    return ObjectEntry(str(meta["path"]), int(meta["size"]), etag)
+
+
+def _lacks_bucket(error: Exception) -> bool:
+    return "NoSuchBucket" in str(error)
+
+
 def _open_store(url: str) -> Any:
     from obstore.store import from_url
 
@@ -174,29 +262,50 @@ def _open_store(url: str) -> Any:
             "connect_timeout": timedelta(seconds=CONNECT_S),
             "read_timeout": timedelta(seconds=STALL_S),
             "timeout": timedelta(seconds=REQUEST_S),
-            "allow_http": url.startswith("http://") or _is_plain_endpoint(),
+            "allow_http": url.startswith("http://"),
         },
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
     }
-    if url.startswith("s3://") and _needs_boto3():
-        from obstore.auth.boto3 import Boto3CredentialProvider
+    if url.startswith("s3://"):
+        endpoint, region = find_endpoint(), _read_profile().get("region")
+        options["client_options"]["allow_http"] = endpoint.startswith("http://")
+        if endpoint:
+            options["endpoint"] = endpoint
+        if region and not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+            options["region"] = region
+        if _needs_boto3():
+            from obstore.auth.boto3 import Boto3CredentialProvider
 
-        options["credential_provider"] = Boto3CredentialProvider()
+            options["credential_provider"] = Boto3CredentialProvider()
     return from_url(url, **options)
 
 
-def _is_plain_endpoint() -> bool:
-    """Return True if the user's own S3 endpoint has no TLS. It was requested by name."""
+def find_endpoint() -> str:
+    """Return the address of the S3 service, as the user has set it, or nothing for Amazon's."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    return any(os.environ.get(name, "").startswith("http://") for name in names)
+    found = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    return found or _read_profile().get("endpoint_url", "")
+
+
+def _read_profile() -> Mapping[str, str]:
+    """Return the settings of the user's profile in ``~/.aws/config``."""
+    config = configparser.RawConfigParser()
+    with suppress(OSError, configparser.Error, UnicodeDecodeError):
+        config.read(_aws_file("AWS_CONFIG_FILE", "config"), encoding="utf-8")
+    name = os.environ.get("AWS_PROFILE") or "default"
+    names = (f"profile {name}", name)
+    return next((dict(config[one]) for one in names if config.has_section(one)), {})
+
+
+def _aws_file(variable: str, name: str) -> str:
+    return os.environ.get(variable) or os.path.expanduser(f"~/.aws/{name}")
 
 
 def _needs_boto3() -> bool:
     """Return True if credentials can only come from the files that boto3 reads."""
     has_key = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE")
-    files = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_PROFILE")
-    has_files = any(os.environ.get(name) for name in files)
-    has_files = has_files or os.path.exists(os.path.expanduser("~/.aws/credentials"))
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
+    has_files = any(os.path.exists(_aws_file(*one)) for one in files)
     return bool(not has_key and has_files and importlib.util.find_spec("boto3"))
 
 

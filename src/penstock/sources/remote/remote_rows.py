@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.sources.array_files import HEADER_BYTES
+from penstock.sources.columns import FixedColumn
 from penstock.sources.remote.block_files import BlockFiles
 from penstock.sources.remote.block_gather import BlockGather
 from penstock.sources.remote.block_layout import BLOCK_BYTES, blocks_between
@@ -100,4 +101,48 @@ class RemoteRows:
             return None
 
 
+def blocks_of_rows(column: Any, rows: np.ndarray) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
+    """Yield (files, which row, block) for each block that rows of a column need."""
+    first_rows = np.asarray(column.first_rows)
+    numbers = first_rows.searchsorted(rows, side="right") - 1
+    inner = rows - first_rows[numbers]
+    if isinstance(column, FixedColumn):
+        shards: list[Any] = column.shards
+        yield from _fixed_blocks(shards, numbers, inner, inner + 1)
+        return
+    parts: list[list[Any]] = [list(some) for some in zip(*column.shards, strict=True)]
+    data, offsets, shapes = parts
+    yield from _fixed_blocks(offsets, numbers, inner, inner + 2)
+    if shapes[0] is not None:
+        yield from _fixed_blocks(shapes, numbers, inner, inner + 1)
+    starts, ends = np.empty_like(inner), np.empty_like(inner)
+    for number in np.unique(numbers).tolist():
+        mine = numbers == number
+        low, high = int(inner[mine].min()), int(inner[mine].max())
+        found = offsets[number].read(low, high + 2)
+        starts[mine], ends[mine] = found[inner[mine] - low], found[inner[mine] - low + 1]
+    yield from _fixed_blocks(data, numbers, starts, ends)
+
+
+def _fixed_blocks(
+    shards: list[RemoteRows], numbers: np.ndarray, firsts: np.ndarray, lasts: np.ndarray
+) -> Iterator[tuple[BlockFiles, np.ndarray, Any]]:
+    if not shards or not shards[0].row_bytes:
+        return
+    row_bytes = max(shard.row_bytes for shard in shards)
+    sets = {id(shard.files): shard.files for shard in shards}
+    first_blocks = np.array([shard.first_block for shard in shards], np.int64)
+    header, tails = shards[0].data_start, np.array([shard.tail_bytes for shard in shards])[numbers]
+    blocks, owners = blocks_between(header + firsts * row_bytes, header + lasts * row_bytes, tails)
+    blocks = blocks + first_blocks[numbers[owners]]
+    if len(sets) == 1:
+        yield shards[0].files, owners, blocks
+        return
+    of_set = np.array([list(sets).index(id(shard.files)) for shard in shards])
+    for place, files in enumerate(sets.values()):
+        mine = of_set[numbers[owners]] == place
+        yield files, owners[mine], blocks[mine]
+
+
 _NOTHING = np.empty(0, np.uint8)
+assert BLOCK_BYTES % 16 == 0, "an item must not lie in two blocks"

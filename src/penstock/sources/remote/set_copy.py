@@ -168,7 +168,7 @@ def _copy(
     content = source.read(MANIFEST)
     manifest = Manifest.from_json(content.decode("utf-8"), f"{source.url}/{MANIFEST}")
     _begin(target, {"copy of": hashlib.sha256(content).hexdigest()})
-    entries = [entry for shard in manifest.shards for entry in shard.entries]
+    entries = manifest.entries
     on_file(0, len(entries))
     with ThreadPoolExecutor(_NUM_FILES, "penstock-copy") as pool:
         copies = [pool.submit(_copy_file, source, target, entry) for entry in entries]
