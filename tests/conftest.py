@@ -18,7 +18,7 @@ import pytest
 from support import leftovers
 from support.paths import SITE
 
-pytest_plugins = ["support.remote_sets"]
+pytest_plugins = ["support.remote_sets", "support.s3_servers"]
 FAILED = pytest.StashKey[bool]()
 
 

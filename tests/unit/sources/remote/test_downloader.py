@@ -35,7 +35,9 @@ class MemoryStore:
         self.broken: dict[str, int] = {}
         self.missing: set[str] = set()
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
+    ) -> bytes:
         self.reads.append(name)
         if name in self.missing:
             raise FetchFailed("network", f"{name} does not exist")
@@ -208,7 +210,9 @@ class LargeStore:
         )
         return BlockLayout(manifest, "s3://bucket/set")
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+    def read(
+        self, name: str, start: int = 0, end: int | None = None, etag: str | None = None
+    ) -> bytes:
         if ".crc." in name:
             file = io.BytesIO()
             np.save(file, block_checksums(self.content))
