@@ -73,17 +73,13 @@ def run_epoch(loader: Any) -> tuple[float, float]:
 
 def uses_of_epochs(dataset: Any, num_epochs: int, num_mixed: int) -> list[list[int]]:
     """Return the blocks of each batch of several epochs."""
-    from penstock.sources.remote.epoch_follower import blocks_of_rows
-
     found: list[list[int]] = []
     for epoch in range(num_epochs):
         order = dataset.block_order(seed=0, num_mixed=num_mixed)
         order.set_epoch(epoch)
         for first in range(0, len(order), BATCH):
             rows = order.indices(first, first + BATCH)
-            blocks = [
-                part[2] for column in dataset._columns for part in blocks_of_rows(column, rows)
-            ]
+            blocks = [part[2] for part in dataset._files[0].blocks_of(dataset, rows)]
             found.append(np.unique(np.concatenate(blocks)).tolist())
     return found
 
