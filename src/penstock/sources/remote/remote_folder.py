@@ -45,7 +45,7 @@ class RemoteFolder(CachedSet):
         super().__init__(BlockLayout(self.manifest, url), folder, options)
         self.columns: dict[str, Column] = {one.name: self._open(one) for one in self.schemas}
         if is_new:  # while the program prepares its first batch
-            self.starter.start()
+            self.files.start_early()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFolder, (self.path, self.options, self.folder)

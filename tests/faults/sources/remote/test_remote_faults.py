@@ -52,7 +52,7 @@ def test_faults_that_pass_cost_a_retry(remote: RemoteSet, kind: str) -> None:
     faults = [Fault(kind, pattern=f"pixels-0000{at}.npy") for at in range(3)]
     remote.server.faults += faults
     if kind not in ("flip", "whole"):
-        remote.server.faults.append(Fault(kind, times=12))
+        remote.server.faults.append(Fault(kind, times=5))
     ours = remote.open()
     assert_same(remote, ours)
     assert all(fault.times == 0 for fault in faults)
