@@ -123,7 +123,8 @@ def test_what_was_downloaded_is_exported() -> None:
 
 
 def test_without_tracing_only_faults_and_bytes_are_known() -> None:
-    with serving(make_loader(trace=False)) as endpoint:
+    loader = make_loader(trace=False)
+    with serving(loader) as endpoint:
         names = {name for name, _ in scrape(endpoint.url)}
     assert "penstock_bad_samples_total" in names
     assert names <= {
@@ -186,7 +187,8 @@ def test_ranks_get_ports_in_their_order_and_the_next_one_if_it_is_in_use(
 
 
 def test_a_client_that_sends_nothing_does_not_hold_up_others() -> None:
-    with serving(make_loader()) as endpoint, socket.create_connection(("127.0.0.1", endpoint.port)):
+    loader = make_loader()
+    with serving(loader) as endpoint, socket.create_connection(("127.0.0.1", endpoint.port)):
         assert scrape(endpoint.url)
 
 
