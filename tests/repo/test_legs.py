@@ -34,14 +34,20 @@ echo "$2" >>called
 
 
 def run_legs(
-    folder: Path, failing: str = "", skipped: str = "", slow: str = ""
+    folder: Path, failing: str = "", skipped: str = "", slow: str = "", machine: str = "x86_64"
 ) -> tuple[int, dict[str, str], list[str]]:
     """Run the script with a make that only records its targets."""
     (folder / "tools").mkdir()
     (folder / ".venv-legacy").mkdir()
     (folder / ".venv-legacy" / ".ready").touch()
     shutil.copy(REPO / "tools" / "test_legs.sh", folder / "tools")
-    for name, source in (("make", MAKE), ("tools/install_programs.sh", "#!/bin/sh\n")):
+    programs = {
+        "make": MAKE,
+        "tools/install_programs.sh": "#!/bin/sh\n",
+        "bin/uname": f"#!/bin/sh\necho {machine}\n",
+    }
+    (folder / "bin").mkdir()
+    for name, source in programs.items():
         (folder / name).write_text(source)
         (folder / name).chmod(0o755)
     ended = subprocess.run(
@@ -49,6 +55,7 @@ def run_legs(
         cwd=folder,
         env={
             **os.environ,
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "MAKE": str(folder / "make"),
             "FAILING": failing,
             "SKIPPED": skipped,
@@ -78,6 +85,12 @@ def test_make_test_all_runs_the_legs_of_other_versions_too(tmp_path: Path) -> No
     status, outcomes, called = run_legs(tmp_path, slow="yes")
     assert (status, outcomes) == (0, dict.fromkeys([*PARTS, *MORE_PARTS], "passed"))
     assert {f"test-{part}" for part in MORE_PARTS} | {"env-formats", "env-windows"} <= set(called)
+
+
+def test_the_windows_leg_is_left_out_on_arm64(tmp_path: Path) -> None:
+    status, outcomes, called = run_legs(tmp_path, slow="yes", machine="aarch64")
+    assert (status, "windows" in outcomes) == (0, False)
+    assert [target for target in called if "windows" in target] == []
 
 
 @pytest.mark.parametrize("leg", ["python314", "windows"])
