@@ -141,7 +141,8 @@ def open_dataset(
         from penstock.sources.remote.object_files import open_objects
 
         cache = {name: options.pop(name) for name in _CACHE_OPTIONS if name in options}
-        name, files = open_objects(addresses, format, cache)
+        endings = {name: one.endings for name, one in FORMATS.items()}
+        name, files = open_objects(addresses, format, endings, cache)
         options.update(cache if name == "packed" else {})
     else:
         paths = expand_paths(path)
@@ -162,7 +163,7 @@ _CACHE_OPTIONS = ("cache_folder", "cache_bytes", "read_ahead_bytes", "network_ti
 
 
 def _find_addresses(path: Any) -> list[str]:
-    """Return the addresses in object storage, or none for paths."""
+    """Return the addresses in object storage, without braces, or none for paths."""
     listed = path if isinstance(path, (list, tuple)) else [path]
     found = [one for one in listed if isinstance(one, str) and "://" in one]
     if found and len(found) < len(listed):
@@ -170,7 +171,7 @@ def _find_addresses(path: Any) -> list[str]:
             f"{found[0]} is in object storage, and other paths are not",
             remedy="torch.utils.data.ConcatDataset([penstock.open_dataset(one) for one in paths])",
         )
-    return found
+    return [name for one in found for name in expand_braces(one)]
 
 
 def _refuse_unknown(options: Mapping[str, Any], name: str, reader: Callable[..., Any]) -> None:

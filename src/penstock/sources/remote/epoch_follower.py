@@ -34,7 +34,6 @@ from penstock.sources.remote.cache_table import (
     join_position,
     split_position,
 )
-from penstock.sources.remote.cached_set import CachedSet
 from penstock.sources.remote.use_order import largest_batch, merge_uses, write_uses
 
 _POSITION_S, _CHECK_S = 0.02, 0.5
@@ -320,7 +319,7 @@ def _table_lock(folder: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def sets_of(dataset: Any) -> list[CachedSet]:
+def sets_of(dataset: Any) -> list[Any]:
     """Return the different sets that a dataset reads."""
     found = dataset._files
     listed = found if isinstance(found, tuple) else (found,)

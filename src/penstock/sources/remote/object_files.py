@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, BadStore
-from penstock.sources.open_dataset import FORMATS, expand_braces
 from penstock.sources.remote.address import check_url, require_obstore
 from penstock.sources.remote.block_files import BlockFiles
 from penstock.sources.remote.block_layout import BLOCK_BYTES, BlockLayout, blocks_between
@@ -196,24 +195,29 @@ class ObjectReader(io.RawIOBase):
 
 
 def open_objects(
-    paths: Sequence[str], format: str | None, options: Mapping[str, Any]
+    named: Sequence[str],
+    format: str | None,
+    endings: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, Any],
 ) -> tuple[str, list[str] | ObjectFiles]:
     """Return the format of addresses, and what its reader is called with.
 
     Args:
+        named: Objects, patterns and folders.
+        endings: Endings of files, by format.
         options: Those of the cache, as in :class:`penstock.Packed`.
 
     Raises:
         BadStore: There is no such object, or the format is not recognised.
         StorageFailed: The storage cannot be read.
     """
-    named = [name for path in paths for name in expand_braces(os.fspath(path))]
     for one in named:
         check_url(one)
         require_obstore(one)
     if format == "packed":
-        return format, named
-    addresses = [one if _is_object(one) else f"{one.rstrip('/')}/" for one in named]
+        return format, list(named)
+    every = tuple(ending for some in endings.values() for ending in some)
+    addresses = [one if _is_object(one, every) else f"{one.rstrip('/')}/" for one in named]
     split = split_addresses(addresses)
     if split is None:
         raise BadArgument(
@@ -234,14 +238,14 @@ def open_objects(
                 path=address,
             )
         found.update({one.name: one for one in some})
-    return _recognise(url, names, list(found.values()), format, cache)
+    wanted = {name: some for name, some in endings.items() if some and format in (None, name)}
+    return _recognise(url, names, list(found.values()), format, wanted, cache)
 
 
-def _is_object(address: str) -> bool:
+def _is_object(address: str, endings: tuple[str, ...]) -> bool:
     """Return True for an object or a pattern, False for a folder."""
     last = address.rpartition("/")[2]
-    endings = [ending for one in FORMATS.values() for ending in one.endings]
-    return is_pattern(last) or last.lower().endswith(tuple(endings))
+    return is_pattern(last) or last.lower().endswith(endings)
 
 
 def _recognise(
@@ -249,15 +253,15 @@ def _recognise(
     names: list[str],
     found: list[ObjectEntry],
     format: str | None,
+    endings: Mapping[str, tuple[str, ...]],
     cache: CacheOptions,
 ) -> tuple[str, list[str] | ObjectFiles]:
     if format is None and any(one.name == "manifest.json" for one in found) and names == [""]:
         return "packed", [url]
     shown = [one for one in found if not one.name.rpartition("/")[2].startswith((".", "_"))]
     kinds = {
-        name: [one for one in shown if one.name.lower().endswith(kind.endings)]
-        for name, kind in FORMATS.items()
-        if kind.endings and format in (None, name)
+        name: [one for one in shown if one.name.lower().endswith(some)]
+        for name, some in endings.items()
     }
     kinds = {name: some for name, some in kinds.items() if some}
     if len(kinds) == 1 and set(kinds) <= set(READABLE):
