@@ -69,6 +69,15 @@ def _workers_s(pids: list[int]) -> float:
     return sum(int(path.read_text().split()[0]) for path in files) * 1e-9
 
 
+def _settled_s(pids: list[int]) -> float:
+    """Return the CPU time of workers once they have loaded all batches that they may load ahead."""
+    before_s = -1.0
+    while before_s < (now_s := _workers_s(pids)):
+        before_s = now_s
+        time.sleep(1.0)
+    return now_s
+
+
 def _cpu_s(pids: list[int]) -> float:
     """Return the CPU time so far of this process and the given ones."""
     return time.process_time() + _workers_s(pids)
@@ -129,7 +138,7 @@ class _EverythingOn:
                 next(one)
         pids = [[worker.pid for worker in one._workers] for one in batches]
         main_s, counts = [0.0, 0.0], [0, 0]
-        before_s = [_workers_s(some) for some in pids]
+        before_s = [_settled_s(some) for some in pids]
         for number in range(2 * self._num_seconds):
             way = (number + number // 2) % 2  # alternate which one is first
             start_s, until = time.process_time(), time.monotonic() + 1.0
@@ -142,7 +151,7 @@ class _EverythingOn:
             if way:
                 scraper.stdout.readline()
             main_s[way] += time.process_time() - start_s
-        sums_s = [_workers_s(some) - s for some, s in zip(pids, before_s, strict=True)]
+        sums_s = [_settled_s(some) - s for some, s in zip(pids, before_s, strict=True)]
         scraper.kill()
         scraper.communicate()
         endpoint.close()
