@@ -1,7 +1,8 @@
 """Decides how the number of workers of ``num_workers="auto"`` changes while an epoch runs.
 
     the totals of a window -> the model of the first choice, with the times in the workers
-        -> fewer: if two windows in a row ask for at most half
+        -> fewer: if two windows in a row ask for at most half. If samples arrive more slowly then,
+           while the training loop waits, the number before is taken again
         -> more: if the training loop waits. A larger number that does not make samples arrive
            faster is taken back, because the server or the disk is the limit
 
@@ -21,8 +22,10 @@ from penstock.engine.loading.hill_climb import HillClimb
 RAISE, LOWER = 1.25, 0.5
 """The number changes if the new one is at least RAISE times as large, or at most LOWER times."""
 NUM_AGREEING = 2
-"""Windows in a row that must ask for fewer workers. This is not tried, and taken back, as a raise
-is."""
+"""Windows in a row that must ask for fewer workers."""
+LOWER_PAUSE_S = 60.0
+"""After fewer workers were slower. Other programs that keep the cores busy make samples seem to
+compute."""
 FASTER = 1.1
 """A larger number must raise the rate by this factor."""
 WAITED_SHARE = 0.05
@@ -82,6 +85,9 @@ class WorkerTuning:
         self.carried = WindowTotals()
         self._climb = HillClimb(0, faster=FASTER)
         self._num_low = 0
+        self._lowered: tuple[int, float] | None = None
+        """The number before the last reduction, and the rate, until that is judged."""
+        self._lower_at_s = 0.0
 
     def decide(
         self,
@@ -101,16 +107,21 @@ class WorkerTuning:
         """
         if self._climb.value != num_workers:
             self._climb = HillClimb(num_workers, faster=FASTER)
+        rate = window.num_loaded / window.wall_s if window.is_waiting else math.inf
+        lowered, self._lowered = self._lowered, None
+        if lowered is not None and FASTER * rate < lowered[1]:
+            self._lower_at_s = now_s + LOWER_PAUSE_S
+            return lowered[0], f"{num_workers} were tried and were slower"
         wanted = max(1, wanted)
         self._num_low = self._num_low + 1 if wanted <= LOWER * num_workers else 0
-        if self._num_low >= NUM_AGREEING:
+        if self._num_low >= NUM_AGREEING and now_s >= self._lower_at_s:
             self._num_low = 0
+            self._lowered = (num_workers, rate) if window.is_waiting else None
             return wanted, f"{wanted} are enough"
         is_free = window.busy_s < FREE_SHARE * num_cores * window.wall_s
         larger = min(most, max(wanted, 2 * num_workers if is_free else 0))
         if not window.is_waiting or larger < RAISE * num_workers:
             larger = 0
-        rate = window.num_loaded / window.wall_s if window.is_waiting else math.inf
         self._climb.judge(rate, now_s, larger)
         if self._climb.value > num_workers:
             return self._climb.value, f"{self._climb.value} are tried"

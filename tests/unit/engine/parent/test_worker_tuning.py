@@ -107,6 +107,23 @@ def test_fewer_are_taken_only_if_several_windows_agree() -> None:
     assert run(4, 8, wait_s=0.02, step_s=0.1)[0][-1] >= 4  # these are needed
 
 
+def test_fewer_that_are_slower_are_taken_back() -> None:
+    def numbers(is_slower: bool) -> list[int]:
+        tuning, found, num_workers = WorkerTuning(), [], 40
+        for second in range(20):
+            seen = window(num_workers if is_slower else 40, wait_s=0.02)
+            decided = tuning.decide(
+                seen, num_workers, wanted=14, most=0, num_cores=2, now_s=float(second)
+            )
+            num_workers = decided[0] if decided is not None else num_workers
+            found.append(num_workers)
+        return found
+
+    assert numbers(is_slower=True)[-1] == 40
+    assert 14 in numbers(is_slower=True)  # tried
+    assert numbers(is_slower=False)[-1] == 14
+
+
 def test_a_window_with_a_worker_that_ended_says_nothing() -> None:
     seen = window(4, wait_s=0.02)
     assert seen.is_known
