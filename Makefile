@@ -14,13 +14,14 @@ BUILD_INPUTS = pyproject.toml requirements/build.txt requirements/test.txt tools
 BIN = .venv/bin
 OTHERS = $(addprefix tests/,compat gpu property)
 FORMATS = tests/compat tests/unit/sources tests/integration
+RAY = tests/integration/engine/remote
 REMOTE = tests/integration/sources tests/integration/cli/doctor tests/faults/sources
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check format soak bench docs coverage clean \
-	env-core env-vision env-legacy env-formats env-windows env-remote test-core test-vision test-legacy \
+	env-core env-vision env-legacy env-formats env-windows env-remote env-ray test-core test-vision test-legacy \
 	test-formats test-integration test-faults test-repo test-others test-unit test-python314 \
-	test-windows test-remote
+	test-windows test-remote test-ray
 
 help:
 	@echo 'make demo    what Penstock does that other loaders do not'
@@ -28,6 +29,7 @@ help:
 	@echo 'make test-all  every leg there is, with the slow tests'
 	@echo 'make test-formats  tests with the libraries of other formats (downloads about 1 GB)'
 	@echo 'make test-remote  tests of data in object storage, with servers of it'
+	@echo 'make test-ray  tests of workers and packing on a Ray cluster of several nodes'
 	@echo 'make test-python314  tests that depend on the version of Python, with Python 3.14'
 	@echo 'make test-windows  tests with Windows Python under Wine (needs root and a Debian apt)'
 	@echo 'make check   format, lint, types, layers, spelling'
@@ -80,7 +82,7 @@ coverage: env-core
 clean:
 	@if grep -qs ' $(CURDIR)/build' /proc/mounts; then \
 		echo 'clean: something is mounted under build; unmount it first' >&2; exit 1; fi
-	rm -rf .venv .venv-vision .venv-legacy .venv-314 .venv-formats .venv-remote build dist
+	rm -rf .venv .venv-vision .venv-legacy .venv-314 .venv-formats .venv-remote .venv-ray build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -117,6 +119,9 @@ test-formats: env-formats
 test-remote: env-remote
 	@.venv-remote/bin/python tools/run_pytest.py remote -m "remote$(NOT_SLOW)" $(REMOTE) $(ARGS)
 
+test-ray: env-ray
+	@.venv-ray/bin/python tools/run_pytest.py ray -m "ray$(NOT_SLOW)" $(RAY) $(ARGS)
+
 # Python 3.14, or Debian's. Builds .venv-314 on first use.
 test-python314: env-core
 	@tools/python314_leg.sh test $(ARGS)
@@ -131,6 +136,7 @@ env-legacy: .venv-legacy/.ready ; @:
 env-formats: .venv-formats/.ready ; @:
 env-windows: ; @tools/windows_leg.sh build
 env-remote: .venv-remote/.ready ; @:
+env-ray: .venv-ray/.ready ; @:
 
 .venv/.ready: requirements/core.txt requirements/docs.txt constraints/core.txt $(BUILD_INPUTS)
 	@tools/make_env.sh core .venv 3.11 3.10+
@@ -146,3 +152,6 @@ env-remote: .venv-remote/.ready ; @:
 
 .venv-remote/.ready: requirements/remote.txt constraints/remote.txt $(BUILD_INPUTS)
 	@tools/make_env.sh remote .venv-remote 3.11 3.10+
+
+.venv-ray/.ready: requirements/ray.txt constraints/ray.txt $(BUILD_INPUTS)
+	@tools/make_env.sh ray .venv-ray 3.11 3.10+

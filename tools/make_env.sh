@@ -48,6 +48,7 @@ if [ ! -e "$env_dir/.ready" ]; then
     rm -rf "$env_dir"
     "$python" -m venv "$env_dir"
     [ "$leg" != formats ] || link_torch vision
+    [ "$leg" != ray ] || link_torch remote
 else
     echo "$leg: refreshing $env_dir"
 fi

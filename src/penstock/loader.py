@@ -67,9 +67,9 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 def _worker_entry(kind: str) -> Callable[..., Any]:
-    from penstock.engine.worker.entry import ENTRY_POINTS
+    from penstock.engine.remote.entry_points import entry_point
 
-    return ENTRY_POINTS[kind]
+    return entry_point(kind)
 
 
 class DataLoader(TorchDataLoader[_T_co]):
@@ -313,13 +313,13 @@ class DataLoader(TorchDataLoader[_T_co]):
         request, work, facts = self._request(), self._workload(), quick_facts()
         plan = make_plan(facts, request, work)
         self._warn(plan)
-        if plan.pool.value == "process":
+        if plan.pool.value in ("process", "ray"):
             self._changes.undo()
         settings, parts = self._settings(plan), self._parts()
         if should_measure(facts, request, work, choose_start_method(facts, request).value):
             settings = settings._replace(pool="inline", num_workers=0)
             return LoaderIterator(self, settings, parts, is_auto=True)
-        if settings.pool != "inline" and plan.num_workers.source == "asked":
+        if settings.pool not in ("inline", "ray") and plan.num_workers.source == "asked":
             self.check_worker_number_rationality()
         return LoaderIterator(self, settings, parts)
 

@@ -336,9 +336,10 @@ class SharedOptions(TypedDict, total=False):
         str,
         Option(
             default="auto",
-            check=_check_choice("auto", "process", "thread", "inline"),
+            check=_check_choice("auto", "process", "thread", "inline", "ray"),
             help='Where samples are loaded: ``"process"`` (worker processes), ``"thread"`` '
-            '(threads), ``"inline"`` (the training process), or ``"auto"``.',
+            '(threads), ``"inline"`` (the training process), ``"ray"`` (the nodes of a Ray '
+            'cluster), or ``"auto"``.',
         ),
     ]
     randomness: Annotated[

@@ -6,7 +6,7 @@
 If a node dies, the shards it was writing are lost. Ray runs them again on another node. A
 half-written file is never mistaken for a shard.
 
-Tested by ``tests/soak/test_packing_soak.py``.
+Tested by ``tests/integration/engine/remote/test_ray_pool.py``.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Machine(NamedTuple):
             ``set_start_method`` or by first use (multiprocessing does not record which).
         decoders: Import names of the installed libraries that decode JPEG.
         has_turbo: True if Pillow was built with libjpeg-turbo.
+        ray_cpus: CPUs of the Ray cluster that this process is connected to. None without one.
 
     Example:
         >>> from penstock import machine
@@ -94,6 +95,7 @@ class Machine(NamedTuple):
     is_start_method_set: bool = False
     decoders: tuple[str, ...] = ()
     has_turbo: bool | None = None
+    ray_cpus: int | None = None
 
     @property
     def usable_cores(self) -> int:

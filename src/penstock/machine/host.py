@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota, memory_left_bytes
 from penstock.machine.kernel_files import parse_count, read_fields, read_text
+from penstock.machine.ray_resources import num_task_cpus
 
 _resource: Any = None
 with suppress(ImportError):  # not on Windows
@@ -128,9 +129,13 @@ def _linux_cpu_model(text: str) -> str:
 
 
 def num_affine_cpus() -> int | None:
-    """Return the number of cores this process can run on, or None if unknown."""
+    """Return the number of cores this process can run on, or None if unknown.
+
+    In a Ray task or actor, these are at most the CPUs that Ray gave it.
+    """
+    given = num_task_cpus()
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return min(len(os.sched_getaffinity(0)), given or sys.maxsize)
     if sys.platform == "win32":
         import psutil
 

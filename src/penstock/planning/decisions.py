@@ -73,7 +73,7 @@ def _refuse_unknown(request: LoaderRequest) -> None:
         "batch_size": request.batch_size is None or _is_count(request.batch_size, least=1),
         "prefetch_factor": request.prefetch_factor is None
         or _is_count(request.prefetch_factor, least=1),
-        "pool": request.pool in ("auto", "process", "thread", "inline"),
+        "pool": request.pool in ("auto", "process", "thread", "inline", "ray"),
         "start_method": request.start_method in (None, "fork", "forkserver", "spawn"),
         "randomness": request.randomness in ("sample", "worker"),
     }
@@ -106,7 +106,9 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
     if pool.value == "thread" and work.in_flight and workers.value > 1:
         reason = "threads share one dataset, whose connections belong to one event loop"
         workers = Choice(1, reason, "rule")
-    if pool.value != "process":
+    if pool.value == "ray":
+        method = Choice(None, "Ray starts the workers", "rule")
+    elif pool.value != "process":
         method = Choice(None, f"the {pool.value} pool starts no process", "rule")
     plan = Plan(
         pool=pool,
@@ -192,6 +194,8 @@ def _choose_persistence(request: LoaderRequest, pool: str, method: str | None) -
         return Choice(
             request.persistent_workers, how, "asked" if request.persistent_workers else "rule"
         )
+    if pool == "ray":
+        return Choice(True, "actors take seconds to start, so they are kept between epochs", "rule")
     if method == "spawn":
         return Choice(True, "spawning takes seconds, so workers are kept between epochs", "rule")
     return Choice(
@@ -218,6 +222,8 @@ def _choose_pinning(machine: Machine, request: LoaderRequest) -> Choice:
 
 
 def _choose_threads(machine: Machine, pool: str, num_workers: int) -> Choice:
+    if pool == "ray":
+        return Choice(1, "Ray gives each worker one CPU: one thread each", "rule")
     if pool != "process":
         return Choice(None, "there are no worker processes", "rule")
     reason = (

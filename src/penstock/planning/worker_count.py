@@ -117,6 +117,10 @@ def _settled(
         return Choice(
             0, "tensors in memory are sliced at memory speed; workers only add overhead", "rule"
         )
+    if request.pool == "ray":
+        num_cpus = machine.ray_cpus or machine.usable_cores
+        where = "the Ray cluster" if machine.ray_cpus else "this machine; Ray is not connected yet"
+        return Choice(num_cpus, f"one worker per CPU of {where}", "rule")
     if work.stays_because is not None:
         return Choice(0, f"the dataset stays in this process: {work.stays_because}", "rule")
     ceiling = _ceiling(machine, request, work, method)

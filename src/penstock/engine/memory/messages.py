@@ -196,10 +196,17 @@ class WorkerTask(NamedTuple):
     """Size of each worker's trace buffer, after the control page. 0 if tracing is off."""
     traces_samples: bool = False
     traces_steps: bool = False
+    node: str = ""
+    """The name of the other machine that the worker runs on. See :mod:`penstock.engine.remote`."""
 
     @property
     def has_limit(self) -> bool:
         return self.sample_timeout_s is not None
+
+
+def on_node(node: str) -> str:
+    """Return where a worker runs, for the end of a phrase. Empty on this machine."""
+    return f" on node {node}" if node else ""
 
 
 class WorkerAssignment(NamedTuple):

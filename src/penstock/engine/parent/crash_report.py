@@ -51,7 +51,7 @@ class WorkerFault(NamedTuple):
     """
 
     worker: int
-    pid: int | None
+    pid: int | str | None
     how: str = "died"
     exit_code: int | None = None
     is_orphaned: bool = False

@@ -27,7 +27,7 @@ from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.pickling.environment import describe_environment
 from penstock.engine.pickling.libraries import has_threads
-from penstock.engine.pickling.pickler import PickledObjects, PickleFile
+from penstock.engine.pickling.pickler import PickledBuffers, PickledObjects, PickleFile
 from penstock.engine.pickling.process_bound import find_inherited
 from penstock.errors import StartFailed, warn_user
 from penstock.machine.host import usable_cores
@@ -104,6 +104,7 @@ class Launcher:
         objects: dataset, collate_fn, worker_init_fn by name. Pickled once, except with fork.
         policy: Limits how many fork servers may be lost.
         pickled: ``objects``, if they are already pickled.
+        environment: The environment of the workers. None: that of this process.
     """
 
     num_forks: ClassVar[int] = 0
@@ -119,7 +120,8 @@ class Launcher:
         objects: dict[str, Any],
         memory: SharedFile,
         policy: RestartPolicy,
-        pickled: PickledObjects | None = None,
+        pickled: PickledObjects | PickledBuffers | None = None,
+        environment: dict[str, Any] | None = None,
     ) -> None:
         self._method = method
         self._worker_entry = worker_entry
@@ -134,7 +136,7 @@ class Launcher:
             self._inherited = _warn_of_inherited(objects)
         else:
             self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
-        self._environment = describe_environment()
+        self._environment = environment or describe_environment()
         self.waiting: deque[tuple[SpawnedWorker, Any]] = deque()
         self._num_at_once = usable_cores()
 

@@ -26,10 +26,10 @@ SMALL_TRACE_BYTES = 64 << 10
 class WorkerExit(NamedTuple):
     """The exit of a worker process."""
 
-    pid: int | None
+    pid: int | str | None
     exit_code: int | None
     is_orphaned: bool = False
-    """True if the fork server was lost with all its workers, so no sample caused it."""
+    """True if the fork server or the node was lost with its workers, so no sample caused it."""
 
 
 class Pool(Protocol):
@@ -37,12 +37,19 @@ class Pool(Protocol):
 
     processes: list[Process]
     can_replace: bool
+    host: str
+    """What workers die with, for messages."""
 
     def send(self, worker: int, leases: list[Any]) -> None: ...
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]: ...
     def replace(self, worker: int) -> None: ...
     def stack_of(self, worker: int) -> str: ...
     def stop(self) -> None: ...
+
+
+def pid_of(process: Any) -> int | str | None:
+    """Return the pid of a worker for messages. On another machine, the node is named too."""
+    return getattr(process, "address", None) or process.pid  # type: ignore[no-any-return]
 
 
 def control_cells(memory: SharedFile, num_workers: int, trace_bytes: int) -> tuple[memoryview, int]:

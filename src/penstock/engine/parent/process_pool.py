@@ -45,6 +45,7 @@ class ProcessPool:
     """Worker processes. Call :meth:`stop` to end them all."""
 
     can_replace = True
+    host = "fork server"
 
     def __init__(self, launcher: Launcher, num_workers: int, cells: memoryview) -> None:
         self.processes: list[Process] = []

@@ -41,7 +41,7 @@ from penstock.engine.parent.crash_report import (
 )
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.in_flight import LeaseQueue
-from penstock.engine.parent.pools import Pool, WorkerExit
+from penstock.engine.parent.pools import Pool, WorkerExit, pid_of
 from penstock.engine.parent.restart_decision import Place, RestartDecision, RestartPolicy
 from penstock.engine.parent.stacks import all_stacks
 from penstock.errors import StartFailed, Stuck, WorkerTimeout
@@ -252,8 +252,9 @@ class WorkerRestarts:
     def _is_stopped(self, worker: int) -> bool:
         import psutil  # on first use, because the import takes 10 ms
 
+        pid = self._pool.processes[worker].pid
         try:
-            return psutil.Process(self._pool.processes[worker].pid).status() == "stopped"
+            return pid is not None and psutil.Process(pid).status() == "stopped"
         except psutil.Error:
             return False
 
@@ -278,7 +279,7 @@ class WorkerRestarts:
         position, index = self._current_sample(worker)
         return WorkerFault(
             worker=worker,
-            pid=self._pool.processes[worker].pid,
+            pid=pid_of(self._pool.processes[worker]),
             how=how,
             index=index,
             position=position,
@@ -363,7 +364,7 @@ class WorkerRestarts:
         if not goes_on:
             raise describe_crash(fault, decision, self._policy)
         if fault.is_orphaned:
-            log.warning("worker %d (pid %s) died with its fork server", worker, fault.pid)
+            log.warning("worker %d (pid %s) died with its %s", worker, fault.pid, self._pool.host)
         else:
             said = describe_crash(fault, decision, self._policy)
             log.warning("%s%s", said.what, f"\n  Likely: {said.likely}" if said.likely else "")
@@ -440,7 +441,7 @@ class WorkerRestarts:
 
     def _stuck(self, what: str) -> Stuck:
         names = [
-            (f"worker {worker} (pid {process.pid})", self._pool.stack_of(worker))
+            (f"worker {worker} (pid {pid_of(process)})", self._pool.stack_of(worker))
             for worker, process in enumerate(self._pool.processes)
         ]
         return describe_stuck(what, OWN_LIMIT_S, all_stacks(names))

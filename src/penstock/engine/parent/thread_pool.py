@@ -42,6 +42,7 @@ class ThreadPool:
 
     can_replace = False
     """Threads cannot be terminated, so the first hang is an error."""
+    host = "process"
 
     def __init__(
         self,

@@ -96,6 +96,7 @@ class WorkerProducer:
         """Return True if several workers can fill one batch."""
         return (
             task.per_sample
+            and self._context.settings.pool != "ray"  # a batch comes back in one piece
             and task.auto_collation
             and collate.is_default_collate(self._context.collate_fn)
             and not takes_batches(self._context.dataset)
@@ -122,6 +123,18 @@ class WorkerProducer:
                 memory=memory,
                 cells=cells,
             )
+        if settings.pool == "ray":
+            pool: Pool = worker_entry("ray")(
+                num_workers=settings.num_workers,
+                task=task,
+                objects=objects,
+                pickled=pickled,
+                memory=memory,
+                cells=cells,
+                note=context.note,
+                warn=context.warn,
+            )
+            return pool
         assert settings.start_method is not None
         launcher = Launcher(
             method=settings.start_method,

@@ -17,7 +17,7 @@ import itertools
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
@@ -40,6 +40,7 @@ from penstock.engine.pickling.handles import (
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 from penstock.engine.pickling.reloads import count_reloads
 from penstock.engine.pickling.unpickling import InheritedFd
+from penstock.errors import CannotTravel
 from penstock.machine.host import free_memory_bytes
 from penstock.order.dataset_generators import NamedGenerators
 
@@ -296,30 +297,32 @@ class PickledObjects:
         views = [buffer.raw() for buffer in self.buffers]
         large = [place for place, view in enumerate(views) if view.nbytes >= LARGE_BYTES]
         shared, notes = self._share(views, large) if large else ({}, list(self.notes))
-        file = SharedFile.create()
-        file.append(content)
-        spans = []
-        for place, view in enumerate(views):
-            is_shared = place in shared
-            start = shared[place].start if is_shared else file.append(view, _BUFFER_GRAIN)
-            spans.append((start, view.nbytes))
-        num_bytes = file.num_bytes
-        file.settle()
-        location = PickleLocation(
-            handle=file.handle(),
-            stream_bytes=len(content),
-            spans=tuple(spans),
-            num_bytes=num_bytes,
-            modules=self.modules,
-            separate=tuple((place, len(fds) + order) for order, place in enumerate(shared)),
-        )
+        starts = {place: one.start for place, one in shared.items()}
+        file, location = _write_pickle(content, views, self.modules, starts)
+        separate = tuple((place, len(fds) + order) for order, place in enumerate(shared))
         return PickleFile(
             file=file,
-            location=location,
+            location=location._replace(separate=separate),
             fds=[*fds, *(buffer.file.fd for buffer in shared.values())],
             kept=[*self._process.kept, *shared.values()],
             notes=tuple(notes),
         )
+
+    def for_other_machines(self) -> tuple[bytes, list[np.ndarray], tuple[tuple[str, int], ...]]:
+        """Return the arguments of :class:`PickledBuffers` on another machine.
+
+        Raises:
+            CannotTravel: The objects hold memory or locks that only processes of this machine can
+                share.
+        """
+        if self._process.fds:
+            raise CannotTravel(
+                "the dataset holds shared tensors, pipes or locks, which cannot leave this machine",
+                likely="a tensor was moved to shared memory, or a multiprocessing object is kept.",
+                remedy="tensor.clone() before the loader is made, or DataLoader(..., pool='auto')",
+            )
+        arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in self.buffers]
+        return self.stream.getvalue(), arrays, self.modules
 
     def _share(
         self, views: list[memoryview], large: list[int]
@@ -349,6 +352,41 @@ class PickledObjects:
                     "is mapped over the array in this process"
                 )
         return shared, notes
+
+
+class PickledBuffers(NamedTuple):
+    """The objects of a :class:`PickledObjects` from another machine."""
+
+    stream: bytes
+    arrays: list[np.ndarray]
+    modules: tuple[tuple[str, int], ...]
+
+    def to_shared_file(self) -> PickleFile:
+        """Copy the stream and buffers to shared memory."""
+        file, location = _write_pickle(self.stream, self.arrays, self.modules, {})
+        return PickleFile(file=file, location=location, fds=[], kept=[], notes=())
+
+
+def _write_pickle(
+    stream: bytes, buffers: Sequence[Any], modules: Any, starts: dict[int, int]
+) -> tuple[SharedFile, PickleLocation]:
+    """Write a pickle to a new file. ``starts``: offsets of buffers that are in other files."""
+    file = SharedFile.create()
+    file.append(stream)
+    spans = []
+    for place, buffer in enumerate(buffers):
+        start = starts[place] if place in starts else file.append(buffer, _BUFFER_GRAIN)
+        spans.append((start, buffer.nbytes))
+    num_bytes = file.num_bytes
+    file.settle()
+    location = PickleLocation(
+        handle=file.handle(),
+        stream_bytes=len(stream),
+        spans=tuple(spans),
+        num_bytes=num_bytes,
+        modules=modules,
+    )
+    return file, location
 
 
 def _dump_and_discard(value: Any) -> None:

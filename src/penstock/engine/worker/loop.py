@@ -52,6 +52,7 @@ from penstock.engine.memory.messages import (
     Reply,
     ResumeStream,
     WorkerTask,
+    on_node,
     trace_buffers,
 )
 from penstock.engine.pickling.exceptions import ErrorReport, describe
@@ -115,7 +116,8 @@ class WorkerLoop:
         self._guard: Callable[[], Any] = nullcontext if generator_lock is None else self._alone
         # sys.exit ends a worker process, which the parent detects. A thread must report it.
         self._caught: type[BaseException] = BaseException if is_thread else Exception
-        self._where = f"in DataLoader worker {'thread' if is_thread else 'process'} {number}"
+        kind = "thread" if is_thread else "process"
+        self._where = f"in DataLoader worker {kind} {number}{on_node(task.node)}"
         self._own_state: Any = None
         self._has_loaded_state = False
         self._num_again = 0

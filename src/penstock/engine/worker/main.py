@@ -27,6 +27,7 @@ from penstock.engine.memory.messages import (
     WorkerAssignment,
     WorkerTask,
     control_bytes,
+    on_node,
     position_cell,
 )
 from penstock.engine.memory.shared_file import SharedFile
@@ -44,10 +45,13 @@ def worker_main(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> N
     except Exception as error:
         from penstock.engine.pickling.exceptions import describe
 
-        number = assignment.worker
-        report = describe(error, worker=number, where=f"in DataLoader worker process {number}")
+        number, node = assignment.worker, assignment.task.node
+        where = f"in DataLoader worker process {number}{on_node(node)}"
+        message = pickle.dumps(("failed", describe(error, worker=number, where=where)))
+        if node:  # see NodeConnection
+            message = pickle.dumps(("failed", 0, False, message))
         with suppress(OSError):  # another worker reported first, and the parent closed the pipe
-            channel.send_bytes(pickle.dumps(("failed", report)))
+            channel.send_bytes(message)
         return
     serve(worker)
 
@@ -62,7 +66,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     from penstock.engine.memory import payload
     from penstock.engine.pickling.unpickling import unpickle_objects
     from penstock.engine.worker.loop_choice import make_loop
-    from penstock.engine.worker.parent_link import PipeConnection, offer_stack
+    from penstock.engine.worker.parent_link import NodeConnection, PipeConnection, offer_stack
     from penstock.order.global_generators import use_bit_generator
 
     torch.set_num_threads(1)
@@ -78,7 +82,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     use_bit_generator(objects["bit_generator"])
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)
-    connection = PipeConnection(channel, memory)
+    connection = (NodeConnection if task.node else PipeConnection)(channel, memory)
     return make_loop(number=number, task=task, objects=objects, connection=connection, cells=cells)
 
 

@@ -180,6 +180,24 @@ class PipeConnection(_MappedSlots):
         self._channel.send_bytes(dump_reply(reply))
 
 
+class NodeConnection(PipeConnection):
+    """The pipe of a worker whose parent is :class:`penstock.engine.remote.node_worker.NodeWorker`.
+
+    That process does not have the user's classes. It passes replies on without unpickling them, so
+    they are sent with the lease's key, the size of the batch in the slot, and ``is_slot_lost``.
+    """
+
+    def put(self, reply: Reply | tuple[str, str]) -> None:
+        body, key, num_bytes, is_slot_lost = dump_reply(reply), None, 0, False
+        if isinstance(reply, Reply):
+            key, is_slot_lost = reply.key, reply.is_slot_lost
+            if reply.kind == "fixed":
+                num_bytes = reply.needed_bytes
+            elif reply.kind == "payload" and reply.content.inline is None:
+                num_bytes = reply.content.num_bytes
+        self._channel.send_bytes(pickle.dumps((key, num_bytes, is_slot_lost, body), protocol=5))
+
+
 class QueueConnection(_MappedSlots):
     """A worker thread's queues from and to the parent."""
 

@@ -1,0 +1,162 @@
+"""Workers on a real Ray cluster of two nodes in this machine.
+
+One program runs all scenarios, because a cluster takes seconds to start. A test reads what the
+program found in one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.paths import TESTS
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+LIMIT_S = 1000.0
+"""Reached only by a hang."""
+Findings = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Findings:
+    command = [sys.executable, "-m", "support.ray_scenarios"]
+    environ = {**os.environ, "PENSTOCK_TEST_CLUSTER": uuid.uuid4().hex}
+    environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
+    run = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    by_name = {line["scenario"]: line for line in lines}
+
+    def of(name: str) -> dict[str, Any]:
+        assert name in by_name, f"the program ended with {run.returncode}: {run.stderr[-4000:]}"
+        assert "failure" not in by_name[name], by_name[name]["failure"]
+        return by_name[name]
+
+    return of
+
+
+def test_batches_from_two_nodes_are_those_of_this_process(found: Findings) -> None:
+    loaded = found("same_bits")
+    assert loaded["ray"] == loaded["inline"]
+    assert len({*loaded["ray"], loaded["other"]}) == 3  # two epochs, and another seed
+    assert loaded["nodes"] == 2
+
+
+def test_the_timeline_has_the_workers_of_the_nodes_on_the_clock_of_this_process(
+    found: Findings,
+) -> None:
+    loaded = found("same_bits")
+    assert loaded["lanes"] == 2
+    assert loaded["num_parts"] == 24  # each batch of two epochs is one lease
+    assert 0 < loaded["earliest_s"] < 1000  # an unaligned clock may start at any time
+    assert any("its clock is exact to" in note for note in loaded["notes"])
+
+
+def test_an_iterable_dataset_is_divided_as_among_processes(found: Findings) -> None:
+    loaded = found("streams")
+    assert loaded["ray"] == loaded["process"]
+    assert sorted(loaded["ray"]) == list(range(48))
+
+
+def test_a_resumed_run_with_bad_samples_has_the_same_batches(found: Findings) -> None:
+    loaded = found("resumed")
+    assert loaded["ray"] == loaded["inline"]
+    assert loaded["bad"] == [5, 17]
+
+
+def test_a_bad_sample_is_named_with_its_node(found: Findings) -> None:
+    error = found("bad_sample")["error"]
+    assert error.startswith("ValueError: Caught ValueError in DataLoader worker process 0 on node")
+    assert "is truncated" in error
+
+
+def test_a_sample_that_crashes_workers_is_skipped_and_named(found: Findings) -> None:
+    loaded = found("crash")
+    assert loaded["ray"] == loaded["inline"]
+    assert [index for index, _ in loaded["bad"]] == [11]
+    assert "SIGSEGV" in loaded["bad"][0][1]
+    assert " on node " in loaded["bad"][0][1]
+    assert loaded["num_restarts"] >= 2
+
+
+def test_a_sample_that_hangs_is_named_with_its_stack(found: Findings) -> None:
+    error = found("hang")["error"]
+    assert error.startswith("SampleTimeout")
+    assert "sample 7" in error
+    assert "__getitem__" in error
+
+
+def test_a_lost_node_and_a_lost_actor_cost_a_retry_each(found: Findings) -> None:
+    loaded = found("killed")
+    assert loaded["nodes"] == 3
+    assert loaded["ray"] == loaded["inline"]
+    assert loaded["num_restarts"] >= 2
+    assert sum("was lost" in note for note in loaded["notes"]) >= 2
+
+
+def test_a_dataset_that_is_never_unpickled_is_an_error(found: Findings) -> None:
+    error = found("stuck")["error"]
+    assert error.startswith("StartFailed")
+    assert "did not unpickle the dataset within 5 s" in error
+
+
+def test_a_dataset_that_cannot_be_opened_on_a_node_is_an_error(found: Findings) -> None:
+    error = found("unreadable")["error"]
+    assert error.startswith("OSError")
+    assert "this file is not on the node" in error
+    assert " on node " in error
+
+
+def test_a_file_that_exists_only_here_is_named_before_the_first_batch(found: Findings) -> None:
+    error = found("local_path")["error"]
+    assert error.startswith("StartFailed")
+    assert "/proc/self/fd/900 exists here, but not on node" in error
+
+
+def test_without_free_cpus_and_with_a_full_object_store_the_bits_stay(found: Findings) -> None:
+    loaded = found("full")
+    assert loaded["ray"] == loaded["inline"]
+    assert any("which shares one" in note for note in loaded["notes"])
+
+
+def test_automatic_numbers_of_workers_follow_the_cpus_of_ray(found: Findings) -> None:
+    loaded = found("task_cpus")
+    assert loaded["cores"] == {"0": 1, "1": 1}
+    assert loaded["auto"] == 2  # one for each CPU of the cluster
+
+
+def test_other_versions_on_a_node_are_named(found: Findings) -> None:
+    error = found("version_skew")["error"]
+    assert error.startswith("StartFailed")
+    assert "has NumPy 0.1 instead of" in error
+
+
+def test_a_killed_driver_leaves_nothing_on_the_nodes(found: Findings) -> None:
+    loaded = found("driver_killed")
+    assert loaded["said"] == "loading\n"
+    assert loaded["num_started"] == 2  # an actor and its worker
+    assert loaded["left"] == []
+
+
+def test_packing_on_a_cluster_that_loses_a_node_gives_the_same_bytes(found: Findings) -> None:
+    loaded = found("packing")
+    assert "raylet" in loaded["killed"]
+    assert loaded["length"] == 120
+    assert loaded["ray"] == loaded["inline"]
+
+
+def test_nothing_is_left_on_the_nodes(found: Findings) -> None:
+    assert found("left")["left"] == []
