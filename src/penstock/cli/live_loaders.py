@@ -176,6 +176,7 @@ class _Pool:
     ) -> None:
         self._pids: list[int] = [outer.get(one, one) for one in pool["pids"]]
         self._pass_offset: int = pool["pass_offset"]
+        self._is_remote = header["facts"].get("pool") == "ray"
         self._samples: list[str | None] = header.get("samples") or []
         self._cells: memoryview | None = None
         self._buffers: list[memoryview] = []
@@ -210,7 +211,7 @@ class _Pool:
             cell = position_cell(number)
             position, is_idle = cells[cell], cells[cell + IS_IDLE]
             state = {1: "idle", NOTHING: "starting"}.get(is_idle, "loading")
-            found = _state(pid)
+            found = "S" if self._is_remote else _state(pid)
             state = {"T": "stopped", "": "lost", "Z": "lost"}.get(found, state)
             is_busy = state in ("loading", "stopped") and is_idle == 0
             records = read_records(self._buffers[number], 0)[0] if self._buffers else []

@@ -149,7 +149,7 @@ class WorkerBuffers:
     def describe(self) -> dict[str, Any]:
         """Return where another process finds the buffers. See :class:`LiveStatus`."""
         return {
-            "pids": [process.pid for process in self.processes],
+            "pids": [process.pid or 0 for process in self.processes],  # 0: on another machine
             "fd": self._file.fd,
             "trace_bytes": self._trace_bytes,
             "pass_offset": self.pass_offset,

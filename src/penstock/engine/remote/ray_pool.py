@@ -62,6 +62,8 @@ SLOW_START_S = 45.0
 """After this time, all actors that have not started share a CPU."""
 START_LIMIT_S = 300.0
 """Time limit for the start of an actor."""
+FETCH_LIMIT_S = 600.0
+"""Time limit for a node that fetches the dataset and starts a process."""
 READY_LIMIT_S = 600.0
 """Time limit for a worker that unpickles the dataset."""
 MAX_LOST = 3
@@ -279,7 +281,8 @@ class RayPool:
         """Wait until an actor has fetched the dataset and started its worker process."""
         errors = self._ray.exceptions
         try:
-            self._ray.get(self._starting.pop(number), timeout=READY_LIMIT_S)
+            self._ray.get(self._starting.pop(number), timeout=FETCH_LIMIT_S)
+            self.processes[number].ready_limit_s = time.monotonic() + READY_LIMIT_S
         except (errors.RayTaskError, errors.GetTimeoutError) as error:
             raise self._not_started(number, error) from error
         except errors.RayError:
@@ -298,7 +301,7 @@ class RayPool:
         worker.node = found["node"]
         check_node(found, self._warn)
         worker.file_bytes = round_up(control_bytes(self._num_workers, self._task.trace_bytes))
-        worker.hello, worker.ready_limit_s = None, time.monotonic() + READY_LIMIT_S
+        worker.hello = None
         task = self._task._replace(node=worker.node)
         start = worker.actor.start.remote(
             number, self._num_workers, task, self._objects, self._environment
@@ -317,10 +320,9 @@ class RayPool:
     def _await_ready(self, number: int) -> None:
         """Wait until a worker has unpickled the dataset, and align its clock."""
         worker = self.processes[number]
-        left_s = worker.ready_limit_s - time.monotonic()
-        ref = worker.call("await_ready", worker.generation, max(0.0, left_s))
+        ref = worker.call("await_ready", worker.generation, READY_LIMIT_S)
         try:
-            state, detail = self._ray.get(ref, timeout=max(0.0, left_s) + CALL_LIMIT_S)
+            state, detail = self._ray.get(ref, timeout=READY_LIMIT_S + CALL_LIMIT_S)
             if state == "failed":
                 raise rebuild(pickle.loads(detail)[1])
             if state == "late":
