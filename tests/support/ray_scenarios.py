@@ -350,8 +350,8 @@ def packing(cluster: Cluster) -> dict[str, Any]:
 
 
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
-    *(same_bits, streams, resumed, bad_sample, crash, hang, killed, stuck, unreadable, local_path),
-    *(full, task_cpus, version_skew, driver_killed, packing),
+    *(same_bits, killed, driver_killed, full, version_skew, packing, task_cpus, local_path, stuck),
+    *(unreadable, streams, resumed, bad_sample, crash, hang),
 ]
 
 
