@@ -24,7 +24,7 @@ PARTS = [
     "legacy",
     "vision",
 ]
-MORE_PARTS = ["formats", "python314", "remote", "windows"]
+MORE_PARTS = ["formats", "python314", "ray", "remote", "windows"]
 """Legs of ``make test-all`` only."""
 MAKE = """#!/bin/sh
 echo "$2" >>called
@@ -36,7 +36,7 @@ echo "$2" >>called
 def run_legs(
     folder: Path, failing: str = "", skipped: str = "", slow: str = "", machine: str = "x86_64"
 ) -> tuple[int, dict[str, str], list[str]]:
-    """Run the script with a make that only records its targets."""
+    """Run the script with a make that only records its targets, and a uname."""
     (folder / "tools").mkdir()
     (folder / ".venv-legacy").mkdir()
     (folder / ".venv-legacy" / ".ready").touch()
@@ -128,7 +128,7 @@ def test_the_parts_of_core_are_all_folders_of_tests() -> None:
     assert parts == folders - {"soak"}
 
 
-@pytest.mark.parametrize(("leg", "least"), [("formats", 5), ("remote", 1)])
+@pytest.mark.parametrize(("leg", "least"), [("formats", 5), ("remote", 1), ("ray", 0)])
 def test_a_leg_runs_every_file_marked_for_it(leg: str, least: int) -> None:
     makefile = (REPO / "Makefile").read_text("utf-8")
     (folders,) = re.findall(rf"^{leg.upper()} = (.+)$", makefile, re.M)

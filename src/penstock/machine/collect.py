@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.machine import cgroup, host, ray_resources, software
+from penstock.machine import cgroup, host, software
 from penstock.machine.facts import Machine
 
 Fact = TypeVar("Fact")
@@ -60,8 +60,14 @@ def quick_facts() -> Machine:
         is_gil_enabled=_known(host.is_gil_enabled, True),
         gil_enabled_by=_known(software.gil_enabled_by, None),
         has_gpu_context=_known(software.has_gpu_context, False),
-        ray_cpus=_known(ray_resources.num_cluster_cpus, None),
+        ray_cpus=_known(_num_ray_cpus, None) if "ray" in sys.modules else None,
     )
+
+
+def _num_ray_cpus() -> int | None:
+    from penstock.machine.ray_resources import num_cluster_cpus
+
+    return num_cluster_cpus()
 
 
 def _basic_facts() -> Machine:

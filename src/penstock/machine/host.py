@@ -14,7 +14,6 @@ from typing import Any
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, cpu_quota, memory_left_bytes
 from penstock.machine.kernel_files import parse_count, read_fields, read_text
-from penstock.machine.ray_resources import num_task_cpus
 
 _resource: Any = None
 with suppress(ImportError):  # not on Windows
@@ -133,9 +132,13 @@ def num_affine_cpus() -> int | None:
 
     In a Ray task or actor, these are at most the CPUs that Ray gave it.
     """
-    given = num_task_cpus()
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), given or sys.maxsize)
+        num_cpus = len(os.sched_getaffinity(0))
+        if "ray" not in sys.modules:
+            return num_cpus
+        from penstock.machine.ray_resources import num_task_cpus
+
+        return min(num_cpus, num_task_cpus() or num_cpus)
     if sys.platform == "win32":
         import psutil
 

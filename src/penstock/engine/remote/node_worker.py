@@ -313,9 +313,9 @@ def _read_replies(life: _Life) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes. Does not import torch."""
-    import penstock
+    from penstock import __version__
 
-    found = {"Penstock": penstock.__version__, "Python": platform.python_version()}
+    found = {"Penstock": __version__, "Python": platform.python_version()}
     for name, package in (("torch", "torch"), ("NumPy", "numpy")):
         try:
             found[name] = importlib.metadata.version(package).partition("+")[0]
