@@ -350,8 +350,9 @@ def packing(cluster: Cluster) -> dict[str, Any]:
 
 
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
-    *(same_bits, killed, driver_killed, full, version_skew, packing, task_cpus, local_path, stuck),
-    *(unreadable, streams, resumed, bad_sample, crash, hang),
+    *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
+    *(local_path, full, driver_killed),
+    *(version_skew, packing, killed),  # these add nodes
 ]
 
 
