@@ -47,6 +47,7 @@ class Pool:
     """Two workers that are never started."""
 
     can_replace = True
+    host = "fork server"
 
     def __init__(self) -> None:
         self.processes = [SimpleNamespace(pid=pid, exitcode=None) for pid in (100, 101)]
