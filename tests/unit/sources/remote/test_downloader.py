@@ -28,7 +28,7 @@ CONTENT = [bytes([at]) * (64 << 10) for at in range(NUM_FILES)]
 
 
 class MemoryStore:
-    """Objects in memory. ``broken`` names those whose bytes arrive changed, so many times."""
+    """Objects in memory. ``broken``: how many times the bytes of an object arrive changed."""
 
     def __init__(self) -> None:
         self.reads: list[str] = []
@@ -161,7 +161,7 @@ def test_an_object_that_is_missing_is_not_asked_for_again_and_again(cache: Cache
     cache.settle()
     cache.settle()
     assert (cache.present, cache.store.reads.count("x-00004.npy")) == ([1], 1)
-    assert cache.reader.state[4] == ABSENT  # nobody has waited for it
+    assert cache.reader.state[4] == ABSENT  # no reader has waited for it
 
 
 def test_what_is_needed_last_is_evicted_and_nearer_blocks_are_not(
