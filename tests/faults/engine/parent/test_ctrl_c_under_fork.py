@@ -98,10 +98,11 @@ def record(**hooks):
     register(**hooks)
 
 found, register, os.register_at_fork = [], os.register_at_fork, record
-from penstock.cli.run import _PatchedRun
+from penstock.cli.run import PatchOptions, _PatchedRun, options_of
 import penstock.engine.parent.launcher
 import torch
-_PatchedRun().patch_torch({"seed": None}, conv=None, trace=None)
+defaults = {name: option.default for name, option in options_of(PatchOptions).items()}
+_PatchedRun().patch_torch(defaults, conv=None, trace=None)
 ours = [one for one in found if one[0].startswith("penstock.")]
 print(*sorted({caller for caller, _ in ours}))
 print([caller for caller, is_bad in ours if is_bad])
