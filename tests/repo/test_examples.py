@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.order.event_loop import loop_of_thread
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 SOURCE = Path(penstock.__file__).parent
@@ -31,6 +32,12 @@ def source_of(name: str) -> str:
 
 
 WITH_EXAMPLES = [name for name in module_names() if ">>>" in source_of(name)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loop_of_this_thread() -> None:
+    """Create it before the first test, because it is kept."""
+    loop_of_thread()
 
 
 def run_examples(module: types.ModuleType) -> doctest.TestResults:
