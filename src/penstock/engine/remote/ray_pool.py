@@ -115,6 +115,8 @@ class RemoteWorker:
         self.node = ""
         self.address = ""
         self.exitcode: int | None = None
+        self.is_lost = False
+        """True if the actor is gone or does not answer."""
         self.generation = 0
         self.takes: deque[Any] = deque()
         self.owed: dict[tuple[int, int, int], tuple[Lease, tuple[int, int]]] = {}
@@ -257,7 +259,8 @@ class RayPool:
                     num_lost += 1
                     if num_lost > MAX_LOST:
                         raise self._not_started(number, error) from error
-                    self.processes[number] = self._new_worker(number)
+                    num_cpus = 0 if number in shared else 1
+                    self.processes[number] = self._new_worker(number, num_cpus=num_cpus)
             if ready:
                 continue
             limits_s.pop(0)
@@ -464,7 +467,7 @@ class RayPool:
 
     def _lose(self, worker: int, why: str) -> WorkerExit:
         remote = self.processes[worker]
-        remote.exitcode = 1
+        remote.exitcode, remote.is_lost = 1, True
         remote.takes.clear()
         self._note(f"worker {worker} on node {remote.node} was lost: {why}")
         return WorkerExit(pid=remote.address, exit_code=None, is_orphaned=True)
@@ -542,14 +545,20 @@ class RayPool:
         remote, first = self.processes[worker], position_cell(worker)
         for cell in range(first, first + CELLS_PER_WORKER):
             self._cells[cell] = NOTHING
-        remote.restart()
-        try:
-            self._ray.get(remote.call("restart", remote.generation), timeout=CALL_LIMIT_S)
-            remote.ready_limit_s = time.monotonic() + READY_LIMIT_S
-        except Exception:  # the actor is gone, or does not answer
+        if remote.is_lost or not self._restart(remote):
             self._kill(remote)
             self._start([worker], REPLACED_S)
             self._await_start(worker)
+
+    def _restart(self, remote: RemoteWorker) -> bool:
+        """Start a new worker process in the same actor. Returns False if the actor fails too."""
+        remote.restart()
+        try:
+            self._ray.get(remote.call("restart", remote.generation), timeout=CALL_LIMIT_S)
+        except Exception:
+            return False
+        remote.ready_limit_s = time.monotonic() + READY_LIMIT_S
+        return True
 
     def stack_of(self, worker: int) -> str:
         """Return the stack of a worker as text."""
