@@ -30,18 +30,26 @@ Findings = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found() -> Findings:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     command = [sys.executable, "-m", "support.ray_scenarios"]
     environ = {**os.environ, "PENSTOCK_TEST_CLUSTER": uuid.uuid4().hex}
     environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
-    run = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    output = tmp_path_factory.mktemp("ray") / "output.txt"
+    with output.open("w") as file:
+        program = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            program.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pass  # the scenarios that have ended count
+        finally:
+            program.kill()
+            program.wait()
+    text = output.read_text("utf-8", "replace")
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"scenario"')]
     by_name = {line["scenario"]: line for line in lines}
 
     def of(name: str) -> dict[str, Any]:
-        assert name in by_name, f"the program ended with {run.returncode}: {run.stderr[-4000:]}"
+        assert name in by_name, f"the program ended with {program.returncode}: {text[-4000:]}"
         assert "failure" not in by_name[name], by_name[name]["failure"]
         return by_name[name]
 
