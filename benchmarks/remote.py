@@ -2,6 +2,7 @@
 
     python benchmarks/remote.py --latency-ms 20 --rate-mb 100
     python benchmarks/remote.py --randomness
+    python benchmarks/remote.py --peers --samples 4000
 
 The server is `tests/support/range_server.py` in a process of its own. The half cache is compared
 with the best possible eviction, which knows the order, and with LRU, both computed from the order.
@@ -144,12 +145,22 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="Keep the packed set here.")
     parser.add_argument("--randomness", action="store_true", help="Measure the mixing of orders.")
+    parser.add_argument("--peers", action="store_true", help="Compare with other loaders.")
+    parser.add_argument("--turns", type=int, default=3, help="Turns of --peers.")
     options = parser.parse_args()
     if options.randomness:
         measure_randomness()
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
+        if options.peers:
+            from remote_peers import compare, write_sets
+
+            root = folder / f"peers-{options.samples}"
+            write_sets(root, options.samples)
+            with serve(root, options.latency_ms / 1e3, options.rate_mb * 1e6) as url:
+                compare(root, url, options.samples, options.turns)
+            return
         source = folder / f"pixels-{options.samples}"
         if not source.exists():
             penstock.pack(Pixels(options.samples), source, workers=0, shard_bytes=64 << 20)
