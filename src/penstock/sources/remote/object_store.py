@@ -34,7 +34,7 @@ _REFUSED = (
     "AccessDenied",
 )
 _ROLES = ("169.254.", "metadata.google.internal", "/latest/api/token", "/latest/meta-data/")
-"""Where the role of a machine is asked for, if there are no other credentials."""
+"""Parts of the addresses where cloud machines look for credentials if none are configured."""
 _CREDENTIALS_S = 5.0
 """How long the search for credentials is repeated."""
 _CREDENTIALS = {
