@@ -3,7 +3,7 @@
 Samples that are in flight together take turns in one thread. A global generator, or one that the
 dataset holds, cannot be set for one of them: whichever continues first would draw its numbers. Only
 ``penstock.rng()`` belongs to the sample. A draw from any other generator is an error. It is
-detected by comparing the states before and after each turn, which takes 5 microseconds.
+detected by comparing the states before and after each turn, which takes 3 microseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from penstock.order.global_generators import (
     python_generator,
     save_generators,
     state_reads,
+    torch_generator,
 )
 from penstock.order.rng import SampleRng
 
@@ -27,7 +28,7 @@ class DrawMark(NamedTuple):
 
     python: Any
     numpy: Any
-    torch: bytes
+    torch: Any
     reads: tuple[object, object]
     own: list[Any]
 
@@ -62,12 +63,10 @@ class AsyncRandomness:
         states: Mapping[str, Any] | None = None,
         names: NamedGenerators | None = None,
     ) -> None:
-        import torch
-
         self._seed = seed
         self._epoch: int | None = None
         self._rng = SampleRng()
-        self._torch = torch.default_generator if with_torch else None
+        self._torch = torch_generator() if with_torch else None
         self._own = DatasetGenerators(dataset, is_worker=is_worker, states=states, names=names)
         python, numpy = python_generator(), numpy_generator()
         self._python, self._numpy = None, None
@@ -90,7 +89,7 @@ class AsyncRandomness:
         else:
             python = [cell.value for cell in self._python]
             numpy = [cell.value for cell in self._numpy]
-        torch = self._torch.get_state().numpy().tobytes() if self._torch is not None else b""
+        torch = None if self._torch is None else self._torch.marks()
         reads = state_reads.of_globals, state_reads.of_torch
         return DrawMark(python, numpy, torch, reads, self._own.save() if self._own else [])
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 SPLIT_FROM_S = 0.05
 """A batch that takes one worker at least this long is split over all workers."""
-PART_S = 0.0005
-"""A part of a batch takes a worker at least this long for each worker, so that the training process
-spends a fraction of its time on parts: each costs it 0.1 ms."""
+PART_S = 0.004
+"""A part of a batch takes a worker at least this long for each worker. There are then at most 250
+parts a second, and each costs worker and training process 0.3 ms. With 64 workers on 2 cores and
+samples that wait for 18 ms and compute for 2 ms, 0.5 ms gave 0.88 of the rate."""
 NAP_BELOW_S, NAP_S = 0.001, 0.0003
 """While fast batches are in flight, sleep briefly before checking for replies. Several replies are
 then handled together, and workers are not interrupted for each one. With tiny samples on 2 cores:
@@ -78,15 +79,23 @@ class PrefetchDepth:
         The first batch is split so that it arrives early. Slow batches are split so that one slow
         sample does not delay the others.
         """
-        is_slow = self._sample_s * rows >= SPLIT_FROM_S
-        if is_slow or (is_first and self._sample_s == 0.0):
-            parts = min(self._num_workers, rows)
-            if self._sample_s:
-                parts = min(parts, int(self._sample_s * rows / (PART_S * self._num_workers)))
-            return max(1, parts)
+        batch_s = self._sample_s * rows
+        if batch_s >= SPLIT_FROM_S or (is_first and batch_s == 0.0):
+            return num_parts(batch_s, rows, self._num_workers)
         return 1
 
     def nap_s(self, num_open: int) -> float:
         """Return the time to sleep before checking for replies."""
         is_quick = 0 < self.batch_s < NAP_BELOW_S
         return NAP_S if is_quick and num_open > self._num_workers else 0.0
+
+
+def num_parts(batch_s: float, rows: int, num_workers: int) -> int:
+    """Return into how many parts a batch is split that takes ``batch_s`` (0: unknown).
+
+    Example:
+        >>> num_parts(0.3, 16, 2), num_parts(0.3, 16, 128)
+        (2, 1)
+    """
+    most = int(batch_s / (PART_S * num_workers)) if batch_s else rows
+    return max(1, min(num_workers, rows, most))

@@ -27,7 +27,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.errors import BadTrace
-from penstock.planning.prefetch_depth import DEPTH_TARGET_S, MAX_DEPTH, MIN_DEPTH, SPLIT_FROM_S
+from penstock.planning.prefetch_depth import (
+    DEPTH_TARGET_S,
+    MAX_DEPTH,
+    MIN_DEPTH,
+    SPLIT_FROM_S,
+    num_parts,
+)
 from penstock.trace.accounting import make_account
 from penstock.trace.model import Lane, Span, TraceModel
 from penstock.trace.record import Kind, Record
@@ -265,11 +271,12 @@ class _Simulation:
         if num_open and limit - num_open < max(1, limit // 4):
             return
         while self._num_leased < min(settings.num_batches, self._num_taken + limit):
-            batch, num_parts = self._num_leased, 1
+            batch, rows, parts = self._num_leased, settings.batch_rows, 1
             if settings.can_split and (self._batch_s >= SPLIT_FROM_S or batch == 0):
-                num_parts = max(1, min(settings.num_workers, settings.batch_rows))
-            self._missing_parts[batch] = num_parts
-            bounds = [settings.batch_rows * part // num_parts for part in range(num_parts + 1)]
+                known_s = self._batch_s if batch else 0.0
+                parts = num_parts(known_s, rows, settings.num_workers)
+            self._missing_parts[batch] = parts
+            bounds = [rows * part // parts for part in range(parts + 1)]
             for part, (first, last) in enumerate(itertools.pairwise(bounds)):
                 worker = min(range(settings.num_workers), key=self._queued_rows.__getitem__)
                 self._queued_rows[worker] += last - first

@@ -28,6 +28,8 @@ from penstock.trace.record import span
 WINDOW_S = 1.0
 MIN_BATCHES = 8
 """A window has at least this many batches."""
+NUM_TIMED = 16
+"""Workers whose CPU time is read. That takes 0.1 ms for each."""
 
 
 def make_worker_producer(
@@ -137,8 +139,9 @@ class ResizingProducer:
         self._before = dispatcher.busy_ns, dispatcher.num_loaded, busy_s
 
     def _busy_s(self) -> dict[int, float]:
-        """Return how long each worker has computed or waited for a core, by pid."""
-        found = {worker.pid: busy_s_of(worker.pid or 0) for worker in self._producer.workers}
+        """Return how long some workers have computed or waited for a core, by pid."""
+        timed = self._producer.workers[:NUM_TIMED]
+        found = {worker.pid: busy_s_of(worker.pid or 0) for worker in timed}
         return {pid: busy_s for pid, busy_s in found.items() if busy_s is not None}
 
     def _read_window(self, busy_s: dict[int, float]) -> WindowTotals:
@@ -151,7 +154,7 @@ class ResizingProducer:
             waited_s=self._waited_s,
             own_s=time.process_time() - self._own_s,
             leased_s=(dispatcher.busy_ns - busy_ns) * 1e-9,
-            busy_s=sum(busy) if len(busy) == len(self._producer.workers) else math.nan,
+            busy_s=sum(busy) / len(busy) * len(self._producer.workers) if busy else math.nan,
             num_batches=self._num_batches,
             num_loaded=dispatcher.num_loaded - num_loaded,
         )
@@ -197,7 +200,6 @@ class ResizingProducer:
             num_workers,
             wanted=choose_num_workers(machine, request, work, method).value,
             most=most,
-            num_cores=machine.usable_cores,
             now_s=time.perf_counter(),
         )
         if decided is not None:

