@@ -23,7 +23,7 @@ import penstock
 from measure import Case, Contender, Pace, Target
 from penstock.cli.loader_timing import time_loader
 from penstock.images.decode import decode
-from penstock.images.jpeg_codecs import fastest_decoder
+from penstock.images.jpeg_codecs import choose_decoder
 from penstock.images.pixels import to_tensor
 from penstock.machine.collect import machine
 
@@ -202,7 +202,7 @@ def _case(key: str, antialias: bool, pace: Pace) -> Case:
     keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True}
     keywords |= {"num_workers": NUM_WORKERS, "persistent_workers": True}
     theirs = _peers(files, antialias)
-    decoder = fastest_decoder(files[0])  # otherwise every worker would choose one
+    decoder = choose_decoder(files[0])  # otherwise every worker would choose one
     ours, bare = Encoded(files, crop, decoder), "two bare threads, the same work"
     word = "antialiased" if antialias else "not antialiased"
     return Case(
@@ -243,7 +243,7 @@ def _on_all_cores(key: str, antialias: bool, pace: Pace) -> Case:
     keywords: dict[str, Any] = {"batch_size": BATCH_SIZE, "sampler": order, "drop_last": True}
     keywords["num_workers"] = num
     theirs = _peers(files, antialias)
-    decoder = fastest_decoder(files[0])
+    decoder = choose_decoder(files[0])
     bare = f"{num} bare processes, the same work"
     ours = _rate(partial(OURS, Encoded(files, crop, decoder), **keywords), pace)
     word = "antialiased" if antialias else "not antialiased"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 import penstock  # noqa: E402
 from penstock import DataLoader, ImageFolder, Packed, pack  # noqa: E402
 from penstock.errors import BadImage  # noqa: E402
+from penstock.images import jpeg_codecs  # noqa: E402
 from penstock.images.decode import find_scale  # noqa: E402
 from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
 from penstock.images.pixels import resize  # noqa: E402
@@ -268,8 +271,35 @@ def test_crops_are_the_same_bits_for_any_workers(folder: Path) -> None:
 
 def test_the_plan_says_who_decodes(folder: Path) -> None:
     notes = DataLoader(ImageFolder(folder), batch_size=2).plan.notes
-    assert any("decoded by" in note and "/s" in note for note in notes)
+    assert f"images are decoded by {available_decoders()[0]}" in notes
     assert not DataLoader([1, 2]).plan.notes
+
+
+def test_choosing_a_decoder_imports_no_other(folder: Path) -> None:
+    """The others would take memory in the training process, and a tenth of a second."""
+    if len(find_decoders(("simplejpeg", "cv2"))) < 2:
+        pytest.skip("needs simplejpeg and OpenCV")
+    program = (
+        "import sys, penstock; "
+        f"assert penstock.DataLoader(penstock.ImageFolder({str(folder)!r})).plan.notes; "
+        "print(*sorted({'simplejpeg', 'cv2', 'PIL'} & set(sys.modules)))"
+    )
+    for order, chosen in ((program, "simplejpeg"), ("import cv2; " + program, "cv2 simplejpeg")):
+        command = [sys.executable, "-c", order]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+        assert shown.stdout.split() == chosen.split()
+
+
+def test_a_decoder_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
+    def broken(data: Any, scale: int) -> np.ndarray:
+        raise ImportError("a broken build")
+
+    first, second, *_ = available_decoders()
+    for failing, expected in (({}, first), ({first: broken}, second)):
+        monkeypatch.setattr("penstock.images.jpeg_codecs._chosen", [])
+        for name, decoder in failing.items():
+            monkeypatch.setitem(jpeg_codecs._DECODERS, name, decoder)
+        assert jpeg_codecs.choose_decoder(jpeg) == expected
 
 
 @pytest.mark.parametrize("encoding", ["keep", "jpeg", "raw"])

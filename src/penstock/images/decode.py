@@ -22,7 +22,7 @@ from penstock.images.headers import read_header, read_orientation
 from penstock.images.jpeg_codecs import (
     SCALING,
     check_decoder,
-    fastest_decoder,
+    choose_decoder,
     jpeg_decoder,
     no_decoder,
 )
@@ -57,7 +57,8 @@ def decode(
         transform: A Penstock transform to apply.
         upright: Turn the image upright according to its Exif orientation.
         max_pixels: Larger images are refused before they are decoded.
-        decoder: For JPEG: "simplejpeg", "cv2", "torchvision" or "PIL". None: the fastest.
+        decoder: For JPEG: "simplejpeg", "cv2", "torchvision" or "PIL". None: the first of these
+            that is installed and decodes the first JPEG, which is usually the fastest.
 
     Raises:
         BadImage: The image cannot be decoded, or is too large.
@@ -139,7 +140,7 @@ def _decode(
     if orientation >= 5:
         height, width = width, height
     steps = [] if transform is None else transform.steps(height, width)
-    name = decoder or fastest_decoder(data)
+    name = decoder or choose_decoder(data)
     scale = 1
     if transform is not None and transform.fast and name in SCALING:
         scale = find_scale(steps, height, width)

@@ -1,7 +1,8 @@
-"""JPEG decoders and encoders of the installed libraries, and the choice of the fastest decoder.
+"""JPEG decoders and encoders of the installed libraries, and the choice of a decoder.
 
-The choice between simplejpeg, OpenCV, torchvision and Pillow is measured once per process, on one
-of the user's files.
+The choice is the first of simplejpeg, OpenCV, torchvision and Pillow that decodes one of the user's
+files. It is not measured: decoders differ in single pixel values, so it must not depend on chance,
+and measuring would import all of them.
 
 Tested by ``tests/compat/test_images.py``.
 """
@@ -12,7 +13,6 @@ import functools
 import importlib
 import io
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +23,7 @@ from penstock.machine.image_libraries import find_decoders, opencv
 
 JpegDecoder = Callable[[Any, int], np.ndarray]
 """Takes the bytes of a JPEG and a scale (1, 2, 4 or 8: 1/scale per side). Returns RGB pixels."""
-_NUM_RUNS = 3
 _PACKAGES = {"cv2": "opencv-python-headless", "PIL": "pillow"}
-CLEAR_LEAD = 1.5
-"""A decoder replaces the preferred one only if it is faster by this factor. Decoders differ in
-single pixel values, so the choice must not depend on measurement noise."""
 
 
 def _by_simplejpeg(data: Any, scale: int) -> np.ndarray:
@@ -99,30 +95,6 @@ def available_decoders() -> tuple[str, ...]:
     return tuple(is_cheap) or found
 
 
-def measure_decoders(data: bytes) -> dict[str, float]:
-    """Return the seconds that each decoder takes for this JPEG, fastest first.
-
-    Raises:
-        MissingExtra: No decoder is installed.
-    """
-    times: dict[str, float] = {}
-    for name in available_decoders():
-        try:
-            decode = jpeg_decoder(name)
-            decode(data, 1)
-            runs = []
-            for _ in range(_NUM_RUNS):
-                start = time.perf_counter()
-                decode(data, 1)
-                runs.append(time.perf_counter() - start)
-        except Exception:  # a broken build, or a file that only other decoders can read
-            continue
-        times[name] = min(runs)
-    if not times and not available_decoders():
-        raise no_decoder()
-    return dict(sorted(times.items(), key=lambda item: item[1]))
-
-
 def no_decoder() -> MissingExtra:
     return MissingExtra(
         "no library that decodes images is installed",
@@ -145,28 +117,25 @@ def check_decoder(name: str | None, call: str) -> None:
 _chosen: list[str] = []
 
 
-def fastest_decoder(data: bytes) -> str:
-    """Return the fastest decoder on this machine, measured with the first JPEG."""
-    if not _chosen:
-        times = measure_decoders(data)
-        if not times:  # the file is broken
-            return available_decoders()[0]
-        _chosen.append(pick_decoder(times))
-    return _chosen[0]
+def choose_decoder(data: bytes) -> str:
+    """Return the first decoder that decodes this JPEG. Later calls return the same.
 
-
-def pick_decoder(times: dict[str, float]) -> str:
-    """Return the preferred one of the measured decoders, unless a faster one has a clear lead.
-
-    Example:
-        >>> pick_decoder({"torchvision": 0.9, "cv2": 1.0})
-        'cv2'
-        >>> pick_decoder({"torchvision": 0.5, "cv2": 1.0})
-        'torchvision'
+    Raises:
+        MissingExtra: No decoder is installed.
     """
-    usual = min(times, key=PREFERRED.index)
-    quickest = min(times, key=times.__getitem__)
-    return quickest if times[quickest] * CLEAR_LEAD < times[usual] else usual
+    if _chosen:
+        return _chosen[0]
+    names = available_decoders()
+    if not names:
+        raise no_decoder()
+    for name in names:
+        try:
+            jpeg_decoder(name)(data, 1)
+        except Exception:  # a broken build, or a file that only other decoders can read
+            continue
+        _chosen.append(name)
+        return name
+    return names[0]  # the file is broken
 
 
 def set_decoder(name: str) -> None:

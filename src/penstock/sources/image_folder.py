@@ -16,8 +16,7 @@ from penstock.errors import BadArgument, BadStore, MissingExtra
 from penstock.images.crops import Crop, open_image
 from penstock.images.jpeg_codecs import (
     check_decoder,
-    fastest_decoder,
-    measure_decoders,
+    choose_decoder,
     set_decoder,
 )
 from penstock.images.pixels import check_memory_format
@@ -45,7 +44,7 @@ class ImageFolder:
         root: The folder.
         transform: A Penstock transform, applied during decoding, or any function of the tensor.
         target_transform: A function of the class index.
-        decoder: See :func:`penstock.decode`. None: measured with the first JPEG.
+        decoder: See :func:`penstock.decode`. None: chosen with the first JPEG.
         memory_format: Memory format of the batches. None: ``torch.channels_last``, the order in
             which pixels are decoded and in which models run faster. ``torch.contiguous_format``: as
             from torch's collate. Shapes and values are the same. Samples (``folder[i]``) and
@@ -134,29 +133,24 @@ class ImageFolder:
         return is_own and self._is_channels_last
 
     def __getstate__(self) -> dict[str, Any]:
-        """Include the fastest decoder, so that workers do not measure it again."""
+        """Include the decoder, so that all workers use the same."""
         if not self._decoder:
             self._choose_decoder()
         return dict(self.__dict__)
 
-    def _choose_decoder(self) -> dict[str, float]:
-        """Choose the decoder with the first JPEG. Returns the measured times."""
+    def _choose_decoder(self) -> None:
+        """Choose the decoder with the first JPEG."""
         for path, _ in self.samples[:64]:
             if path.lower().endswith((".jpg", ".jpeg")):
-                data = _read_file(path)
-                times = measure_decoders(data) if self._asked is None else {}
-                self._decoder = self._asked or fastest_decoder(data)
-                return times
-        return {}
+                self._decoder = choose_decoder(_read_file(path))
+                return
 
     @property
     def plan_notes(self) -> tuple[str, ...]:
         """Notes about decoding for ``loader.plan``."""
-        times = self._choose_decoder()
-        if not times:
-            return (f"images are decoded by {self._decoder or 'Pillow'}",)
-        speeds = ", ".join(f"{name} {1 / time_s:.0f}/s" for name, time_s in times.items())
-        return (f"JPEGs are decoded by {self._decoder}. Measured with the first JPEG: {speeds}",)
+        if not self._decoder:
+            self._choose_decoder()
+        return (f"images are decoded by {self._decoder or 'Pillow'}",)
 
     # -- for penstock.pack -----------------------------------------------------------------------
 
