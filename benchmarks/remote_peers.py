@@ -5,11 +5,13 @@
 Called by ``remote.py``. Every loader reads the same samples in its own format from the same server,
 with an empty cache, in a process of its own, in alternation. The server also answers S3's requests
 for objects, because LitData and Streaming read no other addresses with a latency worth measuring.
-The time is that from opening the dataset to the last batch. Imports are not counted.
+The time is that from opening the dataset to the last batch. Imports are not counted. Requests are
+those that the server has seen until the first batch, and in all.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -85,7 +88,7 @@ def write_parquet(folder: Path, count: int) -> None:
     for shard in range(NUM_SHARDS):
         mine = every[shard::NUM_SHARDS]
         table = arrow.table({"x": [x.tobytes() for x, _ in mine], "label": [at for _, at in mine]})
-        arrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=128)
+        arrow.parquet.write_table(table, folder / f"{shard}.parquet")
 
 
 # -- the loaders -------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def read_litdata(url: str, cache: str) -> Iterable[int]:
     from litdata.streaming import downloader
     from litdata.streaming.resolver import Dir
 
-    # Its own client takes no address without TLS, and has no option for it.
+    # Its client takes no address without TLS, and has neither an option nor a variable for that.
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
     place = Dir(path=cache, url=f"s3://{BUCKET}/litdata")
     data = litdata.StreamingDataset(place, shuffle=True, seed=0, storage_options=_storage())
@@ -121,6 +124,10 @@ def read_mds(url: str, cache: str) -> Iterable[int]:
     data = streaming.StreamingDataset(
         remote=f"s3://{BUCKET}/mds", local=cache, shuffle=True, batch_size=BATCH
     )
+    # Forked workers would share the connection that has fetched the index. Over TLS that is an
+    # error and a retry; here, they read each other's answers and raise IndexError.
+    for stream in data.streams:
+        stream._downloader.clean_up()
     loader = streaming.StreamingDataLoader(data, batch_size=BATCH, num_workers=NUM_WORKERS)
     for batch in loader:
         yield len(batch["label"])
@@ -176,14 +183,31 @@ def run_one(name: str, url: str) -> None:
     folder, _, read = PEERS[name]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HF_HOME"] = cache
-        __import__({"tars": "webdataset", "mds": "streaming"}.get(folder, "penstock"))
-        __import__({"litdata": "litdata", "parquet": "datasets"}.get(folder, "torch"))
-        start_s, first_s, count = time.perf_counter(), 0.0, 0
+        import_library(folder)
+        before, first_s, count, num_first = count_requests(url), 0.0, 0, 0
+        start_s = time.perf_counter()
         for num in read(f"{url}/{BUCKET}/{folder}", cache):
-            first_s = first_s or time.perf_counter() - start_s
+            if not count:
+                first_s = time.perf_counter() - start_s
+                num_first = count_requests(url) - before
             count += num
         took_s = time.perf_counter() - start_s
-    print("\n" + json.dumps({"took_s": took_s, "first_s": first_s, "count": count}), flush=True)
+    found = {"took_s": took_s, "first_s": first_s, "count": count, "num_first": num_first}
+    found["num_requests"] = count_requests(url) - before
+    print("\n" + json.dumps(found), flush=True)
+
+
+def import_library(folder: str) -> None:
+    names = {"packed": "penstock", "tars": "webdataset", "mds": "streaming", "parquet": "datasets"}
+    found = importlib.import_module(names.get(folder, folder))
+    importlib.import_module("torch.utils.data")
+    if folder == "packed":  # its names are imported on first use
+        found.DataLoader, found.Packed  # noqa: B018
+
+
+def count_requests(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/count") as answer:
+        return int(answer.read())
 
 
 def compare(root: Path, url: str, count: int, num_turns: int) -> None:
@@ -204,14 +228,17 @@ def compare(root: Path, url: str, count: int, num_turns: int) -> None:
                 command, env=environment, capture_output=True, text=True, timeout=240
             )
             if ended.returncode:
-                print(f"{name} failed: {ended.stderr.strip()[-400:]}")
+                print(f"turn {turn}: {name} failed: {ended.stderr.strip()[-400:]}", flush=True)
                 continue
             found = json.loads(ended.stdout.strip().splitlines()[-1])
             times[name].append(found["took_s"])
             print(
                 f"turn {turn}: {name:20} {found['took_s']:7.2f} s, first batch "
-                f"{found['first_s']:.2f} s, {found['count']} samples"
+                f"{found['first_s']:.2f} s after {found['num_first']} requests, "
+                f"{found['num_requests']} in all, {found['count']} samples",
+                flush=True,
             )
+    print(f"{count} samples, {num_turns} turns")
     known = {name: statistics.median(some) for name, some in times.items() if some}
     for name, median_s in known.items():
         ratio = median_s / known.get("Penstock", median_s)

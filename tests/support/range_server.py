@@ -5,6 +5,7 @@ with RangeServer(folder) as server:
     server.requests                    (name, start, end) of each request so far
     server.faults.append(Fault(...))   applied to matching requests until used up
     server.expired_keys.add("AKIA...") refuses requests that are signed with this key, as S3 does
+    GET server.url/count               the number of requests so far
 """
 
 from __future__ import annotations
@@ -175,6 +176,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found = re.fullmatch(r"bytes=(\d+)-(\d+)?", self.headers.get("Range") or "")
         start = int(found[1]) if found else 0
         end = int(found[2]) + 1 if found and found[2] else None
+        if name == "count":  # for programs in other processes
+            self._send(str(len(self.owner.requests)).encode())
+            return
         self.owner.requests.append((name, start, end))
         if self.owner.on_request is not None:
             self.owner.on_request(name)
@@ -193,24 +197,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "status":
             self._send_empty(fault.status)
             return
+        if fault is not None and fault.kind == "whole":
+            found, start, end = None, 0, None
         try:
             with open(os.path.join(self.owner.folder, name), "rb") as file:
-                whole = file.read()
+                size = os.fstat(file.fileno()).st_size
+                file.seek(start)
+                body = file.read() if end is None else file.read(end - start)
         except OSError:
             self._send_empty(404)
             return
-        if fault is not None and fault.kind == "whole":
-            found, start, end = None, 0, None
-        body = whole[start:end]
         self.send_response(206 if found else 200)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Accept-Ranges", "bytes")
         tag = len(self.owner.requests) if fault is not None and fault.kind == "etag" else 0
         version = os.stat(os.path.join(self.owner.folder, name)).st_mtime_ns
-        self.send_header("ETag", f'"{len(whole)}-{version}-{tag}"')
+        self.send_header("ETag", f'"{size}-{version}-{tag}"')
         self.send_header("Last-Modified", "Tue, 17 Nov 2026 00:00:00 GMT")
         if found:
-            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(whole)}")
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{size}")
         self.end_headers()
         if has_body:
             self._send_body(body, fault)
@@ -225,6 +230,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if has_body:
             self.wfile.write(body)
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _send_empty(self, status: int) -> None:
         self.send_response(status)

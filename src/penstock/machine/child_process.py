@@ -103,7 +103,7 @@ class ChildProcess:
             )
         self._pipe: Any = self._process.stdout or self._process.stderr
         self._pieces: queue.Queue[bytes] = queue.Queue()
-        self._unread, self._is_over = b"", False
+        self._unread, self._is_over, self._is_released = b"", False, False
         # A thread reads, because Windows cannot read a pipe with a timeout.
         self._reader = threading.Thread(
             target=self._read_pipe, name="penstock-child-reader", daemon=True
@@ -179,13 +179,19 @@ class ChildProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)  # the group ID is the child's PID
         self._process.kill()
 
+    def release(self) -> subprocess.Popen[bytes]:
+        """Let a child that has closed its output run on after the ``with`` block."""
+        self._is_released = True
+        return self._process
+
     def __enter__(self) -> ChildProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_S)
+        if not self._is_released:
+            self.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILLED_S)
         self._reader.join(_KILLED_S)
         if not self._reader.is_alive():  # otherwise a grandchild in its own session holds the pipe
             self._pipe.close()

@@ -58,6 +58,8 @@ class EpochState:
         """True if a state was loaded into the iterable dataset in this process."""
         self.has_compared = False
         """True if the first samples of an iterable dataset were compared between processes."""
+        self.request_batch: Callable[[Any], None] | None = None
+        """Called with each batch of indices before it is loaded, to have its data fetched."""
         self._next_epoch = 0
         self._resumed: EpochPosition | None = None
 

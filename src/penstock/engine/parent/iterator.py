@@ -12,6 +12,7 @@ Tested by ``tests/integration/engine/memory/test_lifetimes.py``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
@@ -128,7 +129,10 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
         self._num_failed, self._is_over = 0, False
         indices = self._index_sampler
         position_of = indices.positions() if isinstance(indices, EpochIndices) else None
-        self._producer.start_epoch(EpochPass(self._sampler_iter, position_of))
+        request, taken = self._parts.epoch_state.request_batch, self._sampler_iter
+        if request is not None:
+            taken = _request_each(taken, request)
+        self._producer.start_epoch(EpochPass(taken, position_of))
 
     def __next__(self) -> Any:
         recorder, watch = self._parts.recorder, self._watch
@@ -205,3 +209,9 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
     def _shutdown_workers(self) -> None:
         """Stop the workers now. Other libraries, including Ultralytics, call this by name."""
         self._producer.stop()
+
+
+def _request_each(indices: Iterator[Any], request: Callable[[Any], None]) -> Iterator[Any]:
+    for index in indices:
+        request(index)
+        yield index

@@ -27,6 +27,7 @@
     use_order      the blocks of an epoch in the order of use
     epoch_follower publishes the order and the position of a loader
     downloader_start  starts the downloader
+    set_lookup     the first requests: the manifest, or sizes and ETags
     object_store   requests to the storage, with retries
     fsspec_store   the same for places that obstore does not know
     downloader     the downloader process

@@ -80,13 +80,6 @@ class BlockFiles:
                     )
                 time.sleep(0.02)
 
-    def start_early(self) -> None:
-        """Start a downloader before the first read, unless one is alive."""
-        with contextlib.suppress(FileNotFoundError):
-            if CacheTable(self.starter.folder, self.layout).is_served():
-                return
-        self.starter.start()
-
     def current_table(self) -> CacheTable:
         """Return the table, the new one if the cache folder was removed since."""
         if not self.table().is_current():

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import json
 import os
@@ -25,8 +24,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -51,8 +49,9 @@ from penstock.sources.remote.cache_table import (
     is_fresh,
     split_position,
 )
-from penstock.sources.remote.object_list import OBJECTS, find_objects
+from penstock.sources.remote.object_list import OBJECTS
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore
+from penstock.sources.remote.set_lookup import store_manifest
 from penstock.sources.remote.use_order import (
     NEVER,
     PlannedFetch,
@@ -70,6 +69,8 @@ _FIRST_REQUESTS = 4
 the first blocks do not arrive together with the last."""
 _FOR_WISHES = 8
 """More requests, for blocks that a reader waits for while others are fetched ahead."""
+_FOR_CHECKS = 8
+"""Requests for checksums, beside those for the blocks that they belong to."""
 _BUSY_POLL_S, _IDLE_POLL_S = 0.002, 0.02
 _IDLE_LIMIT_S = 60.0
 _LOOK_AHEAD = 4096
@@ -140,6 +141,7 @@ class Downloader:
         self._all_tails = int(layout.tail_bytes.sum())
         self._disk_bytes, self._full_s = sys.maxsize, 0.0
         self._pool = ThreadPoolExecutor(NUM_REQUESTS + _FOR_WISHES, "penstock-request")
+        self._checks = ThreadPoolExecutor(_FOR_CHECKS, "penstock-checksums")
         self._in_flight: dict[int, bool] = {}
         """Blocks being fetched: True if a reader waits for it."""
         self._done: queue.SimpleQueue[tuple[int, FetchFailed | OSError | None, int]] = (
@@ -178,6 +180,7 @@ class Downloader:
     def close(self) -> None:
         """Wait for the requests in flight, and end the threads."""
         self._pool.shutdown()
+        self._checks.shutdown()
 
     # -- one turn --------------------------------------------------------------------------------
 
@@ -428,13 +431,17 @@ class Downloader:
         entry = self._layout.entries[file]
         first = int(self._layout.first_units[file]) + start // UNIT_BYTES
         for _ in range(2):
+            learning = self._start_learning(file)
             content = bytes(self._store.read(entry.name, start, end, entry.etag))
             self._count(num_requests=1, num_bytes=len(content))
             units = block_checksums(content)
             if entry.etag is not None:  # no packed set: what arrives now has to stay the same
                 self.table.units[first : first + len(units)] = units
                 return content
-            self._learn_units(file, content)
+            if learning is not None:
+                learning.result()
+            elif not self.table.known[file]:  # a single unit has no file of checksums
+                self._set_units(file, units)
             if np.array_equal(units, self.table.units[first : first + len(units)]):
                 return content
             self._count(num_corrupt=1)
@@ -447,28 +454,33 @@ class Downloader:
             "copy the set again from its source, or pack again",
         )
 
-    def _learn_units(self, file: int, content: bytes) -> None:
-        """Fetch the checksums of a file's units, unless they are known."""
-        if self.table.known[file]:
-            return
-        entry = self._layout.entries[file]
+    def _start_learning(self, file: int) -> Future[None] | None:
+        """Begin to fetch the checksums of a file's units, unless they are known."""
         first, last = self._layout.first_units[file : file + 2].tolist()
+        if (
+            self.table.known[file]
+            or self._layout.entries[file].etag is not None
+            or last - first < 2
+        ):
+            return None
+        return self._checks.submit(self._learn_units, file)
+
+    def _learn_units(self, file: int) -> None:
+        entry = self._layout.entries[file]
         with self._unit_locks[file % len(self._unit_locks)]:
             if self.table.known[file]:
                 return
-            if last - first <= 1:  # a single unit has no file of checksums
-                found = block_checksums(content)
-            else:
-                raw = self._store.read(entry.blocks_name)
-                self._count(num_requests=1, num_bytes=len(raw))
-                try:
-                    found = np.load(io.BytesIO(raw), allow_pickle=False)
-                except (ValueError, EOFError):
-                    found = np.empty(0, "<u4")
-            if len(found) != last - first or file_checksum(found) != entry.check:
-                # Leaves the units unknown, so the caller tries again, then names the range.
-                return
-            self.table.units[first:last] = found
+            raw = self._store.read(entry.blocks_name)
+            self._count(num_requests=1, num_bytes=len(raw))
+            with contextlib.suppress(ValueError, EOFError):
+                self._set_units(file, np.load(io.BytesIO(raw), allow_pickle=False))
+
+    def _set_units(self, file: int, units: np.ndarray) -> None:
+        """Record checksums. Wrong ones stay unknown, so the range is read again, then named."""
+        first, last = self._layout.first_units[file : file + 2].tolist()
+        entry = self._layout.entries[file]
+        if len(units) == last - first and file_checksum(units) == entry.check:
+            self.table.units[first:last] = units
             self.table.known[file] = 1
 
     def _count(self, **numbers: int) -> None:
@@ -540,25 +552,35 @@ def main(arguments: str, folder: str, turn: str) -> None:
         turn: The file whose lock keeps other processes from starting one. See ``downloader_start``.
     """
     options = json.loads(arguments)
+    if lock_set(options, folder):
+        serve(options, folder, int(turn))
+
+
+def lock_set(options: dict[str, Any], folder: str) -> bool:
+    """Become the downloader of a set. Returns False if another process is."""
     for path in (options["root"], folder):  # again, if the user has removed them
         os.makedirs(path, mode=0o700, exist_ok=True)
-    descriptor = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o600)
-    if not lock_file(descriptor, waits=False):
-        return
+    return lock_file(
+        os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o600), waits=False
+    )
+
+
+def serve(options: dict[str, Any], folder: str, turn: int | None) -> None:
+    """Download until no reader needs it, then end the process."""
     try:
         has_list = any(os.path.exists(os.path.join(folder, one)) for one in (MANIFEST, OBJECTS))
         if not has_list and store_manifest(options) != folder:
             raise ValueError(f"{options['url']} has changed since it was opened")
         for name in FOLDERS:
             os.makedirs(os.path.join(folder, name), mode=0o700, exist_ok=True)
-        _run(options, folder, int(turn))
+        _run(options, folder, turn)
     except Exception as error:
         with contextlib.suppress(OSError), open(os.path.join(folder, START_ERROR), "w") as file:
             file.write(f"{type(error).__name__}: {without_secrets(error)}")
     os._exit(0)  # without waiting for requests in flight
 
 
-def _run(options: dict[str, Any], folder: str, turn: int) -> None:
+def _run(options: dict[str, Any], folder: str, turn: int | None) -> None:
     layout = read_layout(folder, options["url"])
     table = CacheTable(folder, layout, create=True)
 
@@ -569,7 +591,8 @@ def _run(options: dict[str, Any], folder: str, turn: int) -> None:
     downloader = Downloader(store, layout, table, options["max_bytes"], options["ahead_bytes"])
     next_check_s = 0.0
     downloader.turn()  # the first heartbeat, so that others see it
-    unlock_file(turn)
+    if turn is not None:
+        unlock_file(turn)
     while not (downloader.must_end or downloader.is_idle):
         is_busy = downloader.turn()
         if time.monotonic() > next_check_s:
@@ -586,41 +609,3 @@ def _has_parent(parent: int) -> bool:
     import psutil
 
     return bool(psutil.pid_exists(parent))
-
-
-def store_manifest(options: dict[str, Any]) -> str:
-    """Fetch the manifest of a set into the cache. Returns the set's folder there."""
-    store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
-    content = store.read(MANIFEST)
-    folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    part = os.path.join(folder, f"{MANIFEST}.{os.getpid()}")
-    with open(part, "wb") as file:
-        file.write(content)
-    os.replace(part, os.path.join(folder, MANIFEST))
-    return folder
-
-
-def fetch(arguments: str) -> None:
-    """Fetch the manifest into the cache and print the set's folder. Called in a process."""
-    _answer(json.loads(arguments), lambda options: {"folder": store_manifest(options)})
-
-
-def look_up(arguments: str) -> None:
-    """Print the objects that the names on standard input stand for. Called in a process."""
-
-    def find(options: dict[str, Any]) -> dict[str, Any]:
-        store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
-        return {"objects": find_objects(store, json.load(sys.stdin))}
-
-    _answer(json.loads(arguments), find)
-
-
-def _answer(options: dict[str, Any], find: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    try:
-        answer = find(options)
-    except FetchFailed as error:
-        answer = error.facts
-    except Exception as error:
-        answer = {"kind": "network", "what": f"{options['url']}: {without_secrets(error)}"}
-    print(json.dumps(answer), flush=True)

@@ -1,9 +1,9 @@
 """Starts the downloader of a set, in a process of its own.
 
-The downloader is a child of the program whose reader missed it first, and ends with that program.
-Many processes can miss it at the same time. One of them starts it: the lock of ``start.lock``
-passes to the new process, which releases it after its first heartbeat. The program holds no open
-pipe or file of it, so the fork server can still be a fork.
+The downloader is a child of the program that opened the set first, or whose reader missed it first,
+and ends with that program. Many processes can miss it at the same time. One of them starts it: the
+lock of ``start.lock`` passes to the new process, which releases it after its first heartbeat. The
+program holds no open pipe or file of it, so the fork server can still be a fork.
 
 Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 """
@@ -26,7 +26,7 @@ from penstock.machine.child_process import ChildProcess, python_command
 from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.object_list import ObjectEntry, ObjectList
 
-_ENTRY = "penstock.sources.remote.downloader:main"
+_PACKAGE = "penstock.sources.remote"
 _PAUSE_S = 2.0
 """Time between two starts for one set."""
 _STARTING_S = 60.0
@@ -73,13 +73,15 @@ class DownloaderStarter:
             if self._last_s and now_s - self._last_s < _PAUSE_S:
                 return
             self._last_s = now_s
-            with _turn_to_start(self.folder) as turn:
+            with turn_to_start(self.folder) as turn:
                 if turn is None:
                     return
                 if self._objects is not None:
                     self._objects.store(self.options.root, self.url)
                 arguments = _arguments(self.url, self.options)
-                command = python_command(_ENTRY, arguments, self.folder, str(turn))
+                command = python_command(
+                    f"{_PACKAGE}.downloader:main", arguments, self.folder, str(turn)
+                )
                 options: dict[str, Any] = {"start_new_session": True, "pass_fds": (turn,)}
                 if sys.platform == "win32":
                     flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
@@ -93,7 +95,7 @@ class DownloaderStarter:
 
 
 @contextlib.contextmanager
-def _turn_to_start(folder: str) -> Iterator[int | None]:
+def turn_to_start(folder: str) -> Iterator[int | None]:
     """Yield the locked file of the process that may start a downloader now, None in others."""
     os.makedirs(folder, mode=0o700, exist_ok=True)
     turn = os.open(os.path.join(folder, START_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
@@ -112,13 +114,13 @@ def _turn_to_start(folder: str) -> Iterator[int | None]:
         os.close(turn)
 
 
-def fetch_manifest(url: str, options: CacheOptions) -> str:
-    """Fetch the manifest of a set in a short-lived process. Returns the set's cache folder.
+def open_set(url: str, options: CacheOptions) -> str:
+    """Fetch the manifest of a set, and start its downloader. Returns the set's cache folder.
 
     Raises:
         StorageFailed: It could not be fetched.
     """
-    return str(_ask("fetch", url, options)["folder"])
+    return str(_ask("open_set", url, options)["folder"])
 
 
 def look_up_objects(
@@ -134,13 +136,17 @@ def look_up_objects(
 
 
 def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> dict[str, Any]:
-    """Return the answer of a short-lived process that talks to the network."""
-    command = python_command(_ENTRY.replace("main", function), _arguments(url, options))
+    """Return the answer of a process that talks to the network, which may become a downloader."""
+    command = python_command(f"{_PACKAGE}.set_lookup:{function}", _arguments(url, options))
     with ChildProcess(command, send=send) as child:
         try:
             answer = json.loads(child.read_line(options.timeout_s + 30.0) or "")
         except (TimeoutError, ValueError):
             answer = {"kind": "network", "what": f"{url} could not be read"}
+        if answer.get("stays"):
+            with _mutex:
+                _forget_ended()
+                _children.append((os.getpid(), child.release()))
     if "what" not in answer:
         return dict(answer)
     raise StorageFailed(

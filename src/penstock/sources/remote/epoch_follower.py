@@ -18,11 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, PenstockError
 from penstock.order.samplers import Order, SeededOrder
 from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.block_files import BlockFiles
@@ -42,6 +43,9 @@ _CHUNK = 1 << 14
 _MAX_SAMPLES = 1 << 22
 """Samples of an epoch whose blocks are published. Later ones count as needed last."""
 _LOCK_LIMIT_S = 5.0
+_REQUEST_SHARE = 8
+"""A batch is requested as a whole if its blocks take at most this part of the cache. More would
+evict blocks of the batches before it."""
 _MAX_COST = 1.5
 """Downloads of an epoch, as a multiple of the set, beyond which the plan names them."""
 Pairs = tuple[np.ndarray, np.ndarray]
@@ -66,6 +70,7 @@ def follow_epoch(
     notes = [] if order is not None else [_FOREIGN_NOTE]
     for one in sets_of(dataset):
         one.order_notes = notes
+    epoch_state.request_batch = None if order is not None else partial(request_batch, dataset)
     if order is None:
         return
     follower = _followers.get(epoch_state)
@@ -77,10 +82,33 @@ def follow_epoch(
 
 
 _FOREIGN_NOTE = (
-    "The order of the samples is not Penstock's, so blocks are downloaded when they are needed, "
-    "and those unused for longest are evicted first. With DataLoader(..., seed=0) or "
-    "sampler=dataset.block_order() they are downloaded ahead."
+    "The order of the samples is not Penstock's, so the blocks of a batch are downloaded when its "
+    "indices are known, and those unused for longest are evicted first. With DataLoader(..., "
+    "seed=0) or sampler=dataset.block_order() they are downloaded ahead."
 )
+
+
+def request_batch(dataset: Any, index: Any) -> None:
+    """Ask for all blocks of a batch at once, without waiting for them.
+
+    Called in the training process before a batch is loaded, if the order is not ours. Invalid
+    indices are left to the loading.
+    """
+    rows = np.empty(0)
+    with contextlib.suppress(TypeError, ValueError):
+        rows = np.asarray(index).reshape(-1)
+    length = len(dataset)
+    if rows.dtype.kind not in "iu" or not len(rows):
+        return
+    rows = np.where(rows < 0, rows + length, rows).astype(np.int64)
+    if rows.min() < 0 or rows.max() >= length:
+        return
+    most = min(one.options.max_bytes for one in sets_of(dataset)) // _REQUEST_SHARE
+    with contextlib.suppress(PenstockError):  # the loading raises it too
+        for files, _, blocks in sets_of(dataset)[0].blocks_of(dataset, rows):
+            needed = np.unique(blocks)
+            if files.layout.block_bytes[needed].sum() <= most:
+                files.request(needed)
 
 
 class EpochFollower:

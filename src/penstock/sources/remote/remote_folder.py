@@ -22,7 +22,7 @@ from penstock.sources.remote.address import check_url, require_obstore
 from penstock.sources.remote.block_files import BlockFiles
 from penstock.sources.remote.block_layout import BlockLayout, item_dtypes
 from penstock.sources.remote.cached_set import CachedSet, make_cache_options, make_private
-from penstock.sources.remote.downloader_start import CacheOptions, fetch_manifest
+from penstock.sources.remote.downloader_start import CacheOptions, open_set
 from penstock.sources.remote.remote_rows import RemoteRows, blocks_of_rows
 
 
@@ -34,18 +34,15 @@ class RemoteFolder(CachedSet):
     """
 
     def __init__(self, url: str, options: CacheOptions, folder: str | None = None) -> None:
-        url, is_new = check_url(url), False
+        url = check_url(url)
         if folder is None or not os.path.exists(os.path.join(folder, MANIFEST)):
             require_obstore(url)
             make_private(options.root)
-            folder = fetch_manifest(url, options)
-            is_new = True
+            folder = open_set(url, options)
         self.manifest = read_manifest(folder)
         self.schemas, self.form = self.manifest.fields, self.manifest.form
         super().__init__(BlockLayout(self.manifest, url), folder, options)
         self.columns: dict[str, Column] = {one.name: self._open(one) for one in self.schemas}
-        if is_new:  # while the program prepares its first batch
-            self.files.start_early()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFolder, (self.path, self.options, self.folder)

@@ -286,6 +286,35 @@ def test_parquet_files_are_read_in_the_same_blocks(
 
 
 @needs_pyarrow
+def test_parquet_files_in_s3_are_read_in_ranks_and_in_every_order(
+    s3: S3Place, tables: Path, tmp_path: Path
+) -> None:
+    upload(tables, s3.url)
+    local = penstock.open_dataset(tables)
+    with ended_downloaders():
+        ours = penstock.open_dataset(f"{s3.url}/", cache_folder=tmp_path / "cache")
+        assert (len(ours), ours.fields) == (len(local), local.fields)
+        every = [
+            {"sampler": local.block_order(seed=2), "num_workers": 2},
+            {"shuffle": True, "seed": 1, "rank": 1, "world_size": 3},
+            {"sampler": [5999, 0, 3001]},
+        ]
+        for options in every:
+            loaders = [DataLoader(one, batch_size=64, **options) for one in (ours, local)]
+            for batch, expected in zip(*loaders, strict=True):
+                assert batch["id"].tolist() == expected["id"].tolist()
+                assert batch["name"] == expected["name"]
+                assert all(map(torch.equal, batch["x"], expected["x"]))
+            for loader in loaders:
+                loader.close()
+        for path in (tmp_path / "cache").rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert s3.environment["AWS_SECRET_ACCESS_KEY"].encode() not in content
+        with pytest.raises(BadStore, match=r"part-9\.parquet does not exist"):
+            penstock.open_dataset(f"{s3.url}/part-9.parquet", cache_folder=tmp_path / "cache")
+
+
+@needs_pyarrow
 def test_a_parquet_file_that_is_replaced_is_named(tables: Path, tmp_path: Path) -> None:
     with ended_downloaders(), RangeServer(tables) as server:
         ours = penstock.open_dataset(

@@ -149,6 +149,34 @@ def test_an_order_that_is_not_ours_is_read_too_and_the_plan_says_so(remote: Remo
     assert "not Penstock's" not in seeded.plan.notes[-1]
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_all_blocks_of_a_batch_in_an_order_that_is_not_ours_are_fetched_at_once(
+    photos: Path, tmp_path: Path, num_workers: int
+) -> None:
+    """Samples with a transform are loaded one by one, so each would wait for its own block."""
+    indices = list(range(5, NUM_SAMPLES, 200))
+    most = {}
+    with ended_downloaders(), RangeServer(photos, latency_s=0.2) as server:
+        for cache_bytes in (1 << 30, 20 << 20):  # with the small one, a batch is not requested
+            remote = RemoteSet(photos, tmp_path / str(cache_bytes), server)
+            ours = remote.open(cache_bytes=cache_bytes).select("pixels")
+            ours = ours.with_transforms(pixels=_as_it_is)
+            ours[0]
+            server.most_at_once = 0
+            loader = DataLoader(ours, batch_size=6, sampler=indices, num_workers=num_workers)
+            (batch,) = loader
+            expected = np.stack([ours[at]["pixels"] for at in indices])
+            assert np.array_equal(batch["pixels"].numpy(), expected)
+            most[cache_bytes] = server.most_at_once
+            loader.close()
+    assert most[1 << 30] >= 5
+    assert most[20 << 20] < 5
+
+
 def test_the_plan_names_the_cost_of_a_full_shuffle_with_a_small_cache(remote: RemoteSet) -> None:
     ours = remote.open(cache_bytes=20 << 20).select("pixels", "label")
     shuffled = DataLoader(ours, batch_size=4, shuffle=True, seed=0)

@@ -1,0 +1,82 @@
+"""Finds the files of a set in object storage: the first requests, in a process of their own.
+
+The process that fetches the manifest of a packed set becomes its downloader, unless there is one.
+NumPy and the rest of the downloader are imported while the manifest is on its way.
+
+Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from penstock.sources.remote.address import without_secrets
+from penstock.sources.remote.object_list import find_objects
+from penstock.sources.remote.object_store import FetchFailed, ObjectStore
+
+_MANIFEST = "manifest.json"
+"""That of :mod:`penstock.sources.manifest`, which imports NumPy."""
+
+
+def store_manifest(options: dict[str, Any]) -> str:
+    """Fetch the manifest of a set into the cache. Returns the set's folder there."""
+    store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+    content = store.read(_MANIFEST)
+    folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    part = os.path.join(folder, f"{_MANIFEST}.{os.getpid()}")
+    with open(part, "wb") as file:
+        file.write(content)
+    os.replace(part, os.path.join(folder, _MANIFEST))
+    return folder
+
+
+def open_set(arguments: str) -> None:
+    """Fetch the manifest, print the set's folder, and become its downloader if it has none."""
+    options = json.loads(arguments)
+    importing = threading.Thread(
+        target=importlib.import_module, args=("penstock.sources.remote.downloader",)
+    )
+    importing.start()
+    answer = _answer(options, lambda: {"folder": store_manifest(options)})
+    importing.join()
+    from penstock.sources.remote.downloader import lock_set, serve
+    from penstock.sources.remote.downloader_start import turn_to_start
+
+    folder = answer.get("folder", "")
+    answer["stays"] = stays = bool(folder) and lock_set(options, folder)
+    if not stays:
+        print(json.dumps(answer), flush=True)
+        return
+    with turn_to_start(folder) as turn:
+        print(json.dumps(answer), flush=True)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, sys.stdout.fileno())  # closes the program's pipe
+        serve(options, folder, turn)
+
+
+def look_up(arguments: str) -> None:
+    """Print the objects that the names on standard input stand for. Called in a process."""
+    options = json.loads(arguments)
+
+    def find() -> dict[str, Any]:
+        store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+        return {"objects": find_objects(store, json.load(sys.stdin))}
+
+    print(json.dumps(_answer(options, find)), flush=True)
+
+
+def _answer(options: dict[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return find()
+    except FetchFailed as error:
+        return error.facts
+    except Exception as error:
+        return {"kind": "network", "what": f"{options['url']}: {without_secrets(error)}"}
