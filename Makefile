@@ -63,11 +63,12 @@ format: env-core
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-soak: env-core env-vision env-remote
+soak: env-core env-vision env-remote env-ray
 	$(BIN)/python -m pytest -m soak --timeout=3600 $(ARGS)
 	.venv-vision/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_fuzzed_soak.py \
 		tests/soak/test_random_programs_soak.py
 	.venv-remote/bin/python -m pytest -m soak --timeout=3600 tests/soak/test_remote_soak.py
+	.venv-ray/bin/python -m pytest -m soak tests/soak/test_ray_soak.py
 
 bench: env-core
 	$(BIN)/python benchmarks/loader.py $(ARGS)

@@ -101,6 +101,7 @@ class DataLoader(TorchDataLoader[_T_co]):
     world_size: int | None
     padding: bool
     in_flight: int | str
+    remote_workers: int | str
     device: torch.device | None
     device_prefetch: int
     finish: Callable[[Any], Any] | None
@@ -195,13 +196,12 @@ class DataLoader(TorchDataLoader[_T_co]):
                 "finish= runs on the target device, but no device= was given",
                 remedy="DataLoader(..., device='cuda', finish=...), or device='cpu'",
             )
-        self._asked_prefetch = prefetch_factor
         self._measured: dict[str, Any] = {}  # fields of the workload
         self._tuning: Any = None  # see engine.parent.worker_tuning
         self._notes, self._warned = dict[str, None](), set[str]()
         self._changes = DatasetChanges(dataset)
         self._epoch_state = EpochState(self.seed)
-        self._faults = self._make_faults()
+        self._faults, self._asked_prefetch = self._make_faults(), prefetch_factor
         self._recorder: Recorder | None = None
 
     def _make_faults(self) -> Faults:
@@ -353,6 +353,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             per_sample=per_sample,
             in_order=self.in_order,
             in_flight=in_flight_of(self.dataset, self.in_flight),
+            remote_workers=self.remote_workers,
         )
         self._record_facts(settings)
         return settings

@@ -305,6 +305,10 @@ class Option(NamedTuple):
     type: Any = None
 
 
+def _check_remote_workers(name: str, value: Any) -> int | str:
+    return value if value == "auto" else check_count(name, value, 0, 100_000)
+
+
 def _parse_count_or_auto(text: str) -> int | str:
     if text != "auto" and not text.isdecimal():
         raise ValueError(text)
@@ -452,6 +456,16 @@ class LoaderOptions(SharedOptions, total=False):
             check=check_in_flight,
             help="Samples of an async dataset (``async def __getitem__``) that each worker loads "
             'at once. ``"auto"`` tries 8 to 64.',
+        ),
+    ]
+    remote_workers: Annotated[
+        int | str,
+        Option(
+            default=0,
+            check=_check_remote_workers,
+            help="Workers on other nodes of a Ray cluster, beside those of this machine. They join "
+            'after the first batch. ``"auto"``: one for each CPU of the other nodes, once the '
+            "training loop waits for batches.",
         ),
     ]
     device: Annotated[

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.legacy
 OUR_OWN = {
     *("pool", "randomness", "seed", "shard", "rank", "world_size", "padding"),
     *("on_error", "max_bad", "bad_samples_file", "max_restarts", "sample_timeout_s"),
-    *("device", "device_prefetch", "finish", "trace", "in_flight"),
+    *("device", "device_prefetch", "finish", "trace", "in_flight", "remote_workers"),
 }
 NEWER_THAN_SOME_TORCH = {"in_order"}
 DIFFERENT_DEFAULTS_IN_OLD_TORCH = {

@@ -9,8 +9,10 @@ once for all of them. It is a program, because Ray leaves threads and descriptor
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,6 +30,8 @@ import torch
 from ray.cluster_utils import Cluster
 
 import penstock
+from penstock.engine.parent import mixed_pool
+from penstock.engine.parent.fork_server import close_fork_server
 from penstock.engine.remote import ray_pool
 from penstock.integrations.ray_packing import ray_map
 from penstock.machine.host import usable_cores
@@ -37,8 +41,11 @@ from support.packed_sets import digest as digest_of_set
 MARK = "PENSTOCK_TEST_CLUSTER"
 """Set by the test. All processes of the cluster inherit it."""
 DRIVE = "--drive"
+LIMIT_S = 240.0
+"""Reached only by a hang."""
 STORE_BYTES = 80 << 20
 LENGTH = 48
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 would starve beside other tests
 NODE: dict[str, Any] = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
 
 
@@ -120,7 +127,7 @@ def error_of(load: Callable[[], Any]) -> str:
 
 
 def actor_pids(mark: str) -> dict[int, str]:
-    """Return the actors of Penstock and their workers, with their commands.
+    """Return the actors of Penstock, their fork servers and workers, with their commands.
 
     Args:
         mark: The value of ``MARK`` in the environment of the cluster that they belong to.
@@ -129,7 +136,7 @@ def actor_pids(mark: str) -> dict[int, str]:
     for process in psutil.process_iter():
         try:
             text = " ".join(process.cmdline())
-            is_ours = text.startswith("ray::NodeWorker") or "main.spawned_main(" in text
+            is_ours = text.startswith("ray::NodeWorker") or ".fork_server_main(" in text
             if is_ours and process.environ().get(MARK) == mark:
                 found[process.pid] = text
         except psutil.Error:
@@ -142,6 +149,31 @@ def nodes_of(loader: Any) -> set[str]:
     return {text.partition("runs on node ")[2].partition(";")[0] for text in texts}
 
 
+def gather(loader: Any, num_nodes: int) -> int:
+    """Load epochs until workers on so many nodes have joined. Returns the number of epochs."""
+    limit, num_epochs = time.monotonic() + LIMIT_S, 0
+    while len(nodes_of(loader)) < num_nodes and time.monotonic() < limit:
+        num_epochs += 1
+        for _ in loader:
+            time.sleep(0.02)
+    return num_epochs
+
+
+def skip(loader: Any, num_epochs: int) -> Any:
+    for _ in range(num_epochs):
+        for _ in loader:
+            pass
+    return loader
+
+
+def await_free_cpus() -> None:
+    """Wait until Ray has freed the CPUs of earlier actors."""
+    limit = time.monotonic() + LIMIT_S
+    while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
 # -- scenarios -------------------------------------------------------------------------------------
 
 
@@ -152,7 +184,9 @@ def same_bits(cluster: Cluster) -> dict[str, Any]:
     def note(number: int) -> None:
         first_s.append(time.perf_counter() - start)
 
-    epochs = [digest(loader, note), digest(loader)]
+    epochs = [digest(loader, note)]
+    num_skipped = gather(loader, 2)
+    epochs.append(digest(loader))
     loader.close()
     lanes = loader.timeline().lanes
     workers = [lane for lane in lanes if lane.role == "worker"]
@@ -160,15 +194,104 @@ def same_bits(cluster: Cluster) -> dict[str, Any]:
     here = make(Images(), pool="inline", num_workers=0)
     return {
         "ray": epochs,
-        "inline": [digest(here), digest(here)],
+        "inline": [digest(here), digest(skip(here, num_skipped))],
         "other": inline(Images(), seed=4),
         "nodes": len(nodes_of(loader)),
         "notes": list(loader.plan.notes),
         "first_s": first_s[0],
-        "lanes": len(workers),
+        "lanes": sum(bool(lane.spans) for lane in workers),
+        "num_epochs": num_skipped + 2,
         "num_parts": sum(span.rows > 0 for lane in workers for span in lane.spans),
         "earliest_s": min(s.start_ns for w in workers for s in w.spans) / 1e9
         - min(s.start_ns for s in main.spans) / 1e9,
+    }
+
+
+def mixed(cluster: Cluster) -> dict[str, Any]:
+    """Load with a local worker and one on another node, then with the local one alone."""
+    options: dict[str, Any] = {"pool": "process", "num_workers": 1, "persistent_workers": True}
+    loader = make(Images(pause_s=0.005), remote_workers=1, **options)
+    epochs = [digest(loader)]
+    num_skipped, num_spans = gather(loader, 1), [0]
+    limit = time.monotonic() + LIMIT_S
+    while not all(num_spans) and time.monotonic() < limit:  # nodes report once a second
+        lanes = [lane for lane in skip(loader, 1).timeline().lanes if lane.role == "worker"]
+        num_spans, num_skipped = [len(lane.spans) for lane in lanes], num_skipped + 1
+    epochs.append(digest(loader))
+
+    def kill(number: int) -> None:
+        found = actor_pids(os.environ[MARK]) if number == 2 else {}
+        for pid in [pid for pid, text in found.items() if "NodeWorker" in text]:
+            os.kill(pid, signal.SIGKILL)
+
+    epochs.append(digest(loader, kill))
+    nodes, num_restarts = nodes_of(loader), loader.num_restarts
+    loader.close()
+    here = make(Images(), pool="inline", num_workers=0)
+    return {
+        "ray": epochs,
+        "inline": [digest(here), digest(skip(here, num_skipped)), digest(here)],
+        "nodes": list(nodes),
+        "here": ray.get_runtime_context().get_node_id()[:8],
+        "num_spans": num_spans,
+        "num_restarts": num_restarts,
+        "notes": list(loader.plan.notes),
+        "refused": error_of(lambda: digest(make(Numbers(), remote_workers=1, **options))),
+        "without": error_of(
+            lambda: digest(make(Images(), pool="auto", num_workers=0, remote_workers=1))
+        ),
+    }
+
+
+def mixed_auto(cluster: Cluster) -> dict[str, Any]:
+    """Load with remote workers on demand: a slow dataset needs them, a fast one does not."""
+    found: dict[str, Any] = {}
+    share, mixed_pool.WAITED_SHARE = mixed_pool.WAITED_SHARE, 0.5  # this machine may be busy
+    for name, pause_s, step_s in (("slow", 0.02, 0.0), ("fast", 0.0, 0.05)):
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "pool": "auto"}
+        loader = make(Images(pause_s=pause_s), remote_workers="auto", **options)
+        limit, num_epochs = time.monotonic() + LIMIT_S, 0
+        while time.monotonic() < limit and not nodes_of(loader):
+            digest(loader, lambda number, step_s=step_s: time.sleep(step_s))
+            num_epochs += 1
+            if name == "fast" and num_epochs == 6:
+                break
+        found[name] = len(nodes_of(loader))
+        found[f"{name}_notes"] = list(loader.plan.notes)
+        last = digest(loader)
+        here = make(Images(), pool="inline", num_workers=0)
+        found[f"{name}_bits"] = last == digest(skip(here, num_epochs))
+        loader.close()
+    mixed_pool.WAITED_SHARE = share
+    return found
+
+
+def late_node(cluster: Cluster) -> dict[str, Any]:
+    """Load while one node does not answer, and then with both."""
+    await_free_cpus()
+    node = next(iter(cluster.worker_nodes))
+    raylets = [process.pid for name, process in node.live_processes() if name == "raylet"]
+    wait_s, ray_pool.GATHER_S = ray_pool.GATHER_S, 0.5
+    for pid in raylets:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        loader = make(Images(), persistent_workers=True)
+        epochs = [digest(loader)]
+        num_before = len(nodes_of(loader))
+    finally:
+        ray_pool.GATHER_S = wait_s
+        for pid in raylets:
+            os.kill(pid, signal.SIGCONT)
+    num_skipped = gather(loader, 2)
+    epochs.append(digest(loader))
+    loader.close()
+    here = make(Images(), pool="inline", num_workers=0)
+    return {
+        "ray": epochs,
+        "inline": [digest(here), digest(skip(here, num_skipped))],
+        "nodes": [num_before, len(nodes_of(loader))],
+        "num_stopped": len(raylets),
+        "num_restarts": loader.num_restarts,
     }
 
 
@@ -176,7 +299,11 @@ def streams(cluster: Cluster) -> dict[str, Any]:
     def load(**options: Any) -> list[int]:
         return [int(x) for batch in make(Numbers(), **options) for x in batch]
 
-    return {"ray": load(), "process": load(pool="process")}
+    return {
+        "ray": load(),
+        "process": load(pool="process"),
+        "one": load(pool="process", num_workers=1),
+    }
 
 
 def resumed(cluster: Cluster) -> dict[str, Any]:
@@ -188,7 +315,7 @@ def resumed(cluster: Cluster) -> dict[str, Any]:
     parts = [next(batches) for _ in range(5)]
     state = json.loads(json.dumps(loader.state_dict()))
     del batches
-    other = make(dataset, **options)
+    other = make(dataset, num_workers=3, **options)  # one waits for a CPU
     other.load_state_dict(state)
     loaded = digest([*parts, *other])
     bad = {one.index for one in [*loader.bad_samples, *other.bad_samples]}
@@ -218,12 +345,13 @@ def killed(cluster: Cluster) -> dict[str, Any]:
     """Kill a node in the middle of an epoch, and an actor on another node."""
     node = cluster.add_node(num_cpus=1, **NODE)
     cluster.wait_for_nodes()
-    loader = make(Images(pause_s=0.02), num_workers=3, prefetch_factor=1)
-    num_nodes: list[int] = []
+    options: dict[str, Any] = {"prefetch_factor": 1, "persistent_workers": True}
+    loader = make(Images(pause_s=0.02), num_workers=3, **options)
+    num_skipped = gather(loader, 3)
+    num_nodes = len(nodes_of(loader))
 
     def kill(number: int) -> None:
         if number == 2:
-            num_nodes.append(len(nodes_of(loader)))
             for _, process in node.live_processes():
                 os.kill(process.pid, signal.SIGKILL)
         if number == 6:
@@ -232,11 +360,13 @@ def killed(cluster: Cluster) -> dict[str, Any]:
             os.kill(actors[0], signal.SIGKILL)
 
     loaded = digest(loader, kill)
+    loader.close()
     cluster.remove_node(node, allow_graceful=False)
+    here = make(Images(), pool="inline", num_workers=0)
     return {
         "ray": loaded,
-        "inline": inline(Images()),
-        "nodes": num_nodes[0],
+        "inline": digest(skip(here, num_skipped)),
+        "nodes": num_nodes,
         "num_restarts": loader.num_restarts,
         "notes": list(loader.plan.notes),
     }
@@ -266,16 +396,27 @@ def local_path(cluster: Cluster) -> dict[str, Any]:
 
 
 def full(cluster: Cluster) -> dict[str, Any]:
-    """Load with more workers than CPUs, while the object stores are full."""
+    """Load while all CPUs are taken and the object stores are full."""
     kept = [ray.put(bytes(8 << 20)) for _ in range(STORE_BYTES // (8 << 20))]
-    wait_s, ray_pool.FREE_CPU_S = ray_pool.FREE_CPU_S, 2.0
+    takers = [ray.remote(num_cpus=1)(Taker).remote() for _ in range(2)]
+    ray.get([taker.ping.remote() for taker in takers])
+    wait_s, ray_pool.FREE_CPU_S = ray_pool.FREE_CPU_S, 1.0
     try:
-        loader = make(Images(), num_workers=3)
+        loader = make(Images(), num_workers=1)
         found: dict[str, Any] = {"ray": digest(loader), "inline": inline(Images())}
         return {**found, "notes": list(loader.plan.notes), "kept": len(kept)}
     finally:
         ray_pool.FREE_CPU_S = wait_s
+        for taker in takers:
+            ray.kill(taker)
         del kept
+
+
+class Taker:
+    """An actor that holds a CPU."""
+
+    def ping(self) -> None:
+        return None
 
 
 def task_cpus(cluster: Cluster) -> dict[str, Any]:
@@ -296,7 +437,10 @@ def version_skew(cluster: Cluster) -> dict[str, Any]:
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path}, **NODE)
         cluster.wait_for_nodes()
+        await_free_cpus()
+        wait_s, ray_pool.GATHER_S = ray_pool.GATHER_S, LIMIT_S
         error = error_of(lambda: digest(make(Images(), num_workers=3)))
+        ray_pool.GATHER_S = wait_s
         cluster.remove_node(node)
     return {"error": error}
 
@@ -310,7 +454,7 @@ def driver_killed(cluster: Cluster) -> dict[str, Any]:
         said = driver.stdout.readline()
         started = set(actor_pids(os.environ[MARK])) - before
         driver.kill()
-    limit = time.monotonic() + 120.0
+    limit = time.monotonic() + LIMIT_S
     while started & set(actor_pids(os.environ[MARK])) and time.monotonic() < limit:
         time.sleep(0.2)
     left = [text for pid, text in actor_pids(os.environ[MARK]).items() if pid in started]
@@ -349,11 +493,113 @@ def packing(cluster: Cluster) -> dict[str, Any]:
         return {**found, "killed": killed, "length": len(packed)}
 
 
+def train_rank(config: dict[str, Any]) -> None:
+    """Load a part of an epoch in a worker of Ray Train, and write what was loaded to a file."""
+    from ray import train
+
+    rank = train.get_context().get_world_rank()
+    ranks = train.get_context().get_world_size()
+    loader = make(Images(), batch_size=4 // ranks, pool="auto", num_workers=1, shard=True)
+    if config["state"] is not None:
+        loader.load_state_dict(config["state"])
+    found, batches = {}, iter(loader)
+    for images, indices, _ in itertools.islice(batches, config["num_batches"]):
+        for image, index in zip(images, indices.tolist(), strict=True):
+            found[index] = hashlib.sha256(image.numpy().tobytes()).hexdigest()
+    state = loader.state_dict()
+    text = json.dumps({"state": state, "found": found, "cores": usable_cores()})
+    Path(config["folder"], f"{config['name']}-{rank}.json").write_text(text)
+
+
+def ray_train(cluster: Cluster) -> dict[str, Any]:
+    """Train on two workers, and resume on one."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    state, parts = None, []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_workers, num_batches in ((2, 3), (1, None)):
+            await_free_cpus()
+            config = {"folder": folder, "name": str(num_workers), "state": state}
+            TorchTrainer(
+                train_rank,
+                train_loop_config={**config, "num_batches": num_batches},
+                scaling_config=ScalingConfig(num_workers=num_workers),
+                run_config=RunConfig(storage_path=folder, name=str(num_workers)),
+            ).fit()
+            for rank in range(num_workers):
+                text = Path(folder, f"{num_workers}-{rank}.json").read_text()
+                parts.append(json.loads(text))
+            state = parts[0]["state"]
+    expected = {}
+    for images, indices, _ in make(Images(), pool="inline", num_workers=0):
+        for image, index in zip(images, indices.tolist(), strict=True):
+            expected[str(index)] = hashlib.sha256(image.numpy().tobytes()).hexdigest()
+    return {
+        "num_samples": [len(part["found"]) for part in parts],
+        "ray": {index: one for part in parts for index, one in part["found"].items()},
+        "inline": expected,
+        "cores": [part["cores"] for part in parts],
+    }
+
+
+def ray_data(cluster: Cluster) -> dict[str, Any]:
+    """Write a dataset of Ray Data as Parquet, and load it with workers on the cluster."""
+    import ray.data
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    rows = ray.data.range(LENGTH).map(lambda row: {"id": row["id"], "square": row["id"] ** 2})
+    with tempfile.TemporaryDirectory() as folder:
+        rows.write_parquet(folder)
+        dataset = penstock.open_dataset(f"{folder}/*.parquet")
+        await_free_cpus()
+        loader = make(dataset, num_workers=1)
+        loaded = {int(i): int(s) for b in loader for i, s in zip(b["id"], b["square"], strict=True)}
+    return {"num_rows": len(dataset), "is_right": loaded == {n: n * n for n in range(LENGTH)}}
+
+
+def node_kills(cluster: Cluster) -> dict[str, Any]:
+    """Load with local and remote workers while nodes are killed at random places."""
+    num_kills, chosen = 50, random.Random(5)
+    options: dict[str, Any] = {"pool": "process", "num_workers": 1, "persistent_workers": True}
+    loader = make(Images(pause_s=0.01), remote_workers=2, max_restarts=1000, **options)
+    here = make(Images(), pool="inline", num_workers=0)
+    wrong, num_killed, num_epochs, limit = [], 0, 0, time.monotonic() + 3000.0
+    while num_killed < num_kills and time.monotonic() < limit:
+        node = cluster.add_node(num_cpus=1, **NODE)
+        cluster.wait_for_nodes()
+        num_joined = sum(" runs on node " in text for text in loader.plan.notes)
+        while time.monotonic() < limit and num_epochs:
+            if sum(" runs on node " in text for text in loader.plan.notes) > num_joined:
+                break
+            skip(loader, 1)
+            skip(here, 1)
+        at = chosen.randrange(LENGTH // 4)
+
+        def kill(number: int, node: Any = node, at: int = at) -> None:
+            if number == at:
+                for _, process in node.live_processes():
+                    os.kill(process.pid, signal.SIGKILL)
+
+        loaded = digest(loader, kill)
+        if loaded != digest(here):
+            wrong.append(num_epochs)
+        num_epochs, num_killed = num_epochs + 1, num_killed + 1
+        cluster.remove_node(node, allow_graceful=False)
+    loader.close()
+    found = {"wrong": wrong, "num_killed": num_killed, "num_restarts": loader.num_restarts}
+    return {**found, "notes": len(loader.plan.notes)}
+
+
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
-    *(local_path, full, driver_killed),
+    *(local_path, full, mixed, mixed_auto, late_node, driver_killed),
     *(version_skew, packing, killed),  # these add nodes
 ]
+
+
+ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [ray_data, ray_train, node_kills]
+"""Scenarios of ``tests/soak/test_ray_soak.py``, which run only if they are named."""
 
 
 def start_cluster() -> Cluster:
@@ -368,8 +614,8 @@ def start_cluster() -> Cluster:
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     cluster = start_cluster()
-    for scenario in SCENARIOS:
-        if names and scenario.__name__ not in names:
+    for scenario in [*SCENARIOS, *ON_REQUEST]:
+        if scenario.__name__ not in names if names else scenario in ON_REQUEST:
             continue
         start = time.perf_counter()
         try:
@@ -378,7 +624,8 @@ def main(names: list[str]) -> None:
             found = {"failure": traceback.format_exc()}
         found["took_s"] = round(time.perf_counter() - start, 1)
         print(json.dumps({"scenario": scenario.__name__, **found}), flush=True)
-    limit = time.monotonic() + 60.0
+    close_fork_server()  # of this process
+    limit = time.monotonic() + LIMIT_S
     while actor_pids(os.environ[MARK]) and time.monotonic() < limit:
         time.sleep(0.2)
     left = list(actor_pids(os.environ[MARK]).values())

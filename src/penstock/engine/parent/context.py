@@ -45,6 +45,8 @@ class EngineSettings(NamedTuple):
     """Samples of an async dataset in flight at once, in each worker. None: it is not async."""
     keeps_init_seed: bool = True
     """Keep a torch seed set by worker_init_fn, although results then depend on the workers."""
+    remote_workers: int | str = 0
+    """Workers on the nodes of a Ray cluster, beside those of this machine. Or "auto"."""
 
 
 class LoaderParts(NamedTuple):

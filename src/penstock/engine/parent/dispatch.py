@@ -82,7 +82,9 @@ class Dispatcher:
             context.settings.prefetch_factor, self._num_workers, most_in_flight(task.in_flight)
         )
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
-        self._lease_queue = LeaseQueue(self._num_workers, in_turn=not task.per_sample)
+        self._lease_queue = LeaseQueue(
+            self._num_workers, in_turn=not task.per_sample, ready=pool.ready
+        )
         self.busy_ns = self.num_loaded = 0
         """Time that workers took for leases so far, and the samples of these."""
         self.num_empty = 0
@@ -232,7 +234,7 @@ class Dispatcher:
 
     def _lease(self, *, must: bool = False) -> None:
         """Lease batches up to the prefetch depth. With ``must``, raise if not even one fits."""
-        limit = self._depth.depth * self._num_workers
+        limit = self._depth.depth * self._lease_queue.num_ready
         if limit - self._num_open < max(1, limit // 4) and self._num_open:
             return  # wait for a few, so that one message carries several leases
         outgoing: dict[int, list[Lease]] = {}
@@ -253,7 +255,7 @@ class Dispatcher:
             pending = self._open_batch(index, slot)
             for worker, lease in self._cut(pending):
                 outgoing.setdefault(worker, []).append(lease)
-            limit = self._depth.depth * self._num_workers  # known from the first batch on
+            limit = self._depth.depth * self._lease_queue.num_ready  # known from the first batch on
         for worker, leases in outgoing.items():
             self.pool.send(worker, leases)
 
@@ -368,7 +370,14 @@ class Dispatcher:
             for lease in self._lease_queue.owed(worker):
                 if lease.pass_number != self.pass_number:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
-            self.pool.send(worker, [*messages, *self._lease_queue.owed(worker)])
+            owed = self._lease_queue.owed(worker)
+            if self.pool.ready is None or worker in self.pool.ready:
+                self.pool.send(worker, [*messages, *owed])
+                return
+            self.pool.send(worker, messages)  # it joins later: others load its leases
+            for lease in owed:
+                self._lease_queue.take_back(worker, lease.key)
+                self.pool.send(self._lease_queue.give(lease), [lease])
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

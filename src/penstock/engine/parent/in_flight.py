@@ -5,6 +5,7 @@ Used in the parent. Workers fill the slot of a batch. The parent only creates vi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,9 +103,14 @@ class LeaseQueue:
     Args:
         in_turn: Assign leases to the workers in strict rotation (per-worker randomness, iterable
             datasets). Otherwise, the worker with the least work is next.
+        ready: The workers that can take leases, if not all of them. See
+            :class:`penstock.engine.parent.pools.Pool`.
     """
 
-    def __init__(self, num_workers: int, *, in_turn: bool) -> None:
+    def __init__(
+        self, num_workers: int, *, in_turn: bool, ready: Collection[int] | None = None
+    ) -> None:
+        self._ready = range(num_workers) if ready is None else ready
         self._loads = [0] * num_workers
         self._owed: list[dict[tuple[int, int, int], Lease]] = [{} for _ in range(num_workers)]
         self._in_turn = in_turn
@@ -135,6 +141,10 @@ class LeaseQueue:
         self._owed[worker][lease.key] = lease
 
     @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    @property
     def has_owed(self) -> bool:
         return any(self._owed)
 
@@ -149,7 +159,7 @@ class LeaseQueue:
     def _choose(self, limit: int | None) -> int:
         num_workers = len(self._loads)
         if not self._in_turn:
-            return min(range(num_workers), key=self._loads.__getitem__)
+            return min(self._ready, key=self._loads.__getitem__)
         for _ in range(num_workers):
             self._last = (self._last + 1) % num_workers
             if self._is_active[self._last] and (limit is None or self._loads[self._last] < limit):

@@ -86,11 +86,16 @@ class LoaderIterator(torch_loader._BaseDataLoaderIter):
             from penstock.engine.parent.auto_workers import AutoProducer
 
             return AutoProducer(self._context, loader)
-        if self._context.settings.pool == "inline":
+        settings = self._context.settings
+        if settings.pool == "inline" and not settings.remote_workers:
             return InlineProducer(self._context)
         with importing():
-            from penstock.engine.parent.worker_producer import WorkerProducer
+            from penstock.engine.parent.worker_producer import WorkerProducer, refuse_remote
 
+        if settings.pool == "inline":
+            if loader._is_auto:  # no workers are needed
+                return InlineProducer(self._context)
+            raise refuse_remote(settings)
         if loader._chooses_workers():
             from penstock.engine.parent.resizing import make_worker_producer
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from array import array
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 from penstock.engine.memory.messages import CONTROL_BYTES, NOTHING, control_bytes
@@ -39,6 +40,10 @@ class Pool(Protocol):
     can_replace: bool
     host: str
     """What workers die with, for messages."""
+
+    @property
+    def ready(self) -> Collection[int] | None:
+        """The workers that can take leases, at least one. None: all of them."""
 
     def send(self, worker: int, leases: list[Any]) -> None: ...
     def receive(self, timeout_s: float) -> list[tuple[int, Any]]: ...

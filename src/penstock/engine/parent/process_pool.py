@@ -46,6 +46,7 @@ class ProcessPool:
 
     can_replace = True
     host = "fork server"
+    ready = None
 
     def __init__(self, launcher: Launcher, num_workers: int, cells: memoryview) -> None:
         self.processes: list[Process] = []

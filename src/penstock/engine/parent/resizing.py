@@ -38,11 +38,12 @@ def make_worker_producer(
     """Return the producer of ``num_workers="auto"``. Its number of workers can change.
 
     Not if that would change the samples (``randomness="worker"``), if workers take seconds to start
-    (spawn), or if each has many samples in flight already (async).
+    (spawn), if each has many samples in flight already (async), or if remote workers may join.
     """
     settings = context.settings
     is_async = settings.in_flight is not None
-    can_change = settings.per_sample and not (context.is_iterable or is_async)
+    is_fixed = context.is_iterable or is_async or bool(settings.remote_workers)
+    can_change = settings.per_sample and not is_fixed
     if can_change and settings.pool == "process" and settings.start_method == "forkserver":
         return ResizingProducer(context, pickled)
     return WorkerProducer(context, pickled)

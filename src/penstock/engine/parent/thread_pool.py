@@ -43,6 +43,7 @@ class ThreadPool:
     can_replace = False
     """Threads cannot be terminated, so the first hang is an error."""
     host = "process"
+    ready = None
 
     def __init__(
         self,

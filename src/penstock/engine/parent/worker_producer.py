@@ -15,18 +15,88 @@ from penstock.engine.loading import collate
 from penstock.engine.loading.fetch import takes_batches
 from penstock.engine.memory.messages import WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
-from penstock.engine.parent.context import EpochPass, LoadContext
+from penstock.engine.parent.context import EngineSettings, EpochPass, LoadContext
 from penstock.engine.parent.launcher import Launcher
 from penstock.engine.parent.pools import Pool, control_cells
 from penstock.engine.parent.process_pool import ProcessPool
 from penstock.engine.parent.restart_decision import RestartPolicy
 from penstock.engine.pickling.pickler import PickledObjects
-from penstock.errors import StartFailed
+from penstock.errors import (
+    BadArgument,
+    CannotTravel,
+    MissingExtra,
+    PenstockError,
+    StartFailed,
+)
 from penstock.importing import importing
 from penstock.trace.record import now_ns
 
 if TYPE_CHECKING:
     from penstock.engine.parent.dispatch import Dispatcher
+
+
+def refuse_remote(settings: EngineSettings) -> BadArgument:
+    """Return the error for ``remote_workers`` where nothing can join."""
+    return BadArgument(
+        f"remote_workers={settings.remote_workers!r} needs local worker processes and a dataset "
+        f"with an index, but pool={settings.pool!r}, num_workers={settings.num_workers}, and a "
+        f"batch belongs to {'any' if settings.per_sample else 'one'} worker",
+        likely="the dataset is iterable, randomness='worker' was given, or num_workers is 0.",
+        remedy="DataLoader(..., num_workers=1), or DataLoader(..., pool='ray')",
+    )
+
+
+def _make_pool(
+    context: LoadContext,
+    kind: str,
+    num_workers: int,
+    task: WorkerTask,
+    memory: SharedFile,
+    cells: memoryview,
+    policy: RestartPolicy,
+    pickled: PickledObjects | None,
+) -> Pool:
+    """Start a pool. It does not hold the producer, so dropping an iterator ends its workers."""
+    settings = context.settings
+    objects, worker_entry = context.worker_objects(), context.parts.worker_entry
+    if kind == "thread":
+        from penstock.engine.parent.thread_pool import ThreadPool
+
+        return ThreadPool(
+            worker_entry("thread"),
+            num_workers=settings.num_workers,
+            task=task,
+            objects=objects,
+            memory=memory,
+            cells=cells,
+        )
+    if kind == "ray":
+        pool: Pool = worker_entry("ray")(
+            num_workers=num_workers,
+            first=0 if settings.pool == "ray" else settings.num_workers,
+            task=task,
+            objects=objects,
+            pickled=pickled,
+            memory=memory,
+            cells=cells,
+            note=context.note,
+            warn=context.warn,
+        )
+        return pool
+    assert settings.start_method is not None
+    launcher = Launcher(
+        method=settings.start_method,
+        worker_entry=worker_entry,
+        task=task,
+        num_workers=num_workers,
+        objects=objects,
+        memory=memory,
+        policy=policy,
+        pickled=pickled,
+    )
+    for note in launcher.notes:
+        context.note(note)
+    return ProcessPool(launcher, settings.num_workers, cells)
 
 
 class WorkerProducer:
@@ -59,7 +129,12 @@ class WorkerProducer:
         memory = SharedFile.create()
         if memory.note:
             context.note(memory.note)
-        cells, trace_bytes = control_cells(memory, settings.num_workers, recorder.trace_bytes)
+        num_remote = self._num_remote()
+        if num_remote:
+            pickled = pickled or PickledObjects(context.worker_objects())  # for both pools
+            num_remote = self._num_travelling(pickled, num_remote)
+        self._num_workers = settings.num_workers + num_remote
+        cells, trace_bytes = control_cells(memory, self._num_workers, recorder.trace_bytes)
         task = WorkerTask(
             is_iterable=context.is_iterable,
             auto_collation=context.auto_collation,
@@ -77,7 +152,18 @@ class WorkerProducer:
             traces_steps=recorder.traces_steps,
         )
         policy = RestartPolicy(context.parts.faults.max_restarts)
-        pool = self._make_pool(task, memory, cells, policy, pickled)
+        rest = (self._num_workers, task, memory, cells, policy, pickled)
+        pool = _make_pool(context, settings.pool, *rest)
+        if num_remote:
+            from penstock.engine.parent.mixed_pool import MixedPool
+
+            pool = MixedPool(
+                pool,
+                num_remote,
+                lambda: _make_pool(context, "ray", *rest),
+                is_auto=settings.remote_workers == "auto",
+                note=context.note,
+            )
         with importing():  # while the workers start
             from penstock.engine.parent.dispatch import Dispatcher
 
@@ -92,63 +178,50 @@ class WorkerProducer:
         )
         recorder.record_launch(start_ns, settings.num_workers)
 
+    def _num_remote(self) -> int:
+        """Return the number of workers on other machines beside those of this machine.
+
+        Raises:
+            BadArgument: There are no worker processes, or a batch belongs to one worker.
+            MissingExtra, StartFailed: There is no cluster. With "auto", it is a note.
+        """
+        context, settings = self._context, self._context.settings
+        asked = settings.remote_workers
+        if not asked:
+            return 0
+        if settings.pool != "process" or not settings.per_sample:
+            raise refuse_remote(settings)
+        try:
+            num_cpus: int = context.parts.worker_entry("ray cpus")()
+        except (MissingExtra, StartFailed) as error:
+            return self._start_none(error)
+        return num_cpus if asked == "auto" else int(asked)
+
+    def _num_travelling(self, pickled: PickledObjects, num_remote: int) -> int:
+        """Return ``num_remote`` if the dataset can leave this machine."""
+        try:
+            pickled.for_other_machines()
+        except CannotTravel as error:
+            return self._start_none(error)
+        return num_remote
+
+    def _start_none(self, error: PenstockError) -> int:
+        if self._context.settings.remote_workers != "auto":
+            raise error
+        self._context.note(f"remote_workers='auto' starts none: {error.what}")
+        return 0
+
     def _can_split(self, task: WorkerTask) -> bool:
         """Return True if several workers can fill one batch."""
         return (
             task.per_sample
-            and self._context.settings.pool != "ray"  # a batch comes back in one piece
+            # A batch comes back from a node in one piece.
+            and self._context.settings.pool != "ray"
+            and self._num_workers == self._context.settings.num_workers
             and task.auto_collation
             and collate.is_default_collate(self._context.collate_fn)
             and not takes_batches(self._context.dataset)
         )
-
-    def _make_pool(
-        self,
-        task: WorkerTask,
-        memory: SharedFile,
-        cells: memoryview,
-        policy: RestartPolicy,
-        pickled: PickledObjects | None,
-    ) -> Pool:
-        context, settings = self._context, self._context.settings
-        objects, worker_entry = context.worker_objects(), context.parts.worker_entry
-        if settings.pool == "thread":
-            from penstock.engine.parent.thread_pool import ThreadPool
-
-            return ThreadPool(
-                worker_entry("thread"),
-                num_workers=settings.num_workers,
-                task=task,
-                objects=objects,
-                memory=memory,
-                cells=cells,
-            )
-        if settings.pool == "ray":
-            pool: Pool = worker_entry("ray")(
-                num_workers=settings.num_workers,
-                task=task,
-                objects=objects,
-                pickled=pickled,
-                memory=memory,
-                cells=cells,
-                note=context.note,
-                warn=context.warn,
-            )
-            return pool
-        assert settings.start_method is not None
-        launcher = Launcher(
-            method=settings.start_method,
-            worker_entry=worker_entry,
-            task=task,
-            num_workers=settings.num_workers,
-            objects=objects,
-            memory=memory,
-            policy=policy,
-            pickled=pickled,
-        )
-        for note in launcher.notes:
-            context.note(note)
-        return ProcessPool(launcher, settings.num_workers, cells)
 
     def start_epoch(self, epoch: EpochPass) -> None:
         if self.dispatcher is None or self.dispatcher.is_closed:

@@ -10,11 +10,14 @@ from typing import Any
 
 
 def entry_point(kind: str) -> Callable[..., Any]:
-    """Return the entry point of a "thread" or "fork" worker, or the pool of "ray" workers."""
-    if kind == "ray":
-        from penstock.engine.remote.ray_pool import RayPool
+    """Return the entry point of a "thread" or "fork" worker, or the pool of "ray" workers.
 
-        return RayPool
+    "ray cpus" counts the CPUs of other nodes.
+    """
+    if kind in ("ray", "ray cpus"):
+        from penstock.engine.remote import ray_pool
+
+        return ray_pool.RayPool if kind == "ray" else ray_pool.num_other_cpus
     from penstock.engine.worker.entry import ENTRY_POINTS
 
     return ENTRY_POINTS[kind]

@@ -2,8 +2,8 @@
 
     RayPool ==actor calls==> NodeWorker ==pipe and shared memory==> worker process
 
-The worker is an ordinary worker process, started as with ``spawn``. If a sample kills it, the actor
-survives, and reads from the control page which sample it was. It ends with the actor.
+The worker is an ordinary worker process, forked by the fork server of the actor. If a sample kills
+it, the actor survives, and reads from the control page which sample it was. It ends with the actor.
 
 Calls of :meth:`NodeWorker.enqueue` and :meth:`NodeWorker.take` run one after the other, in the
 order of the driver. All others run beside them, in Ray's concurrency group "control".
@@ -38,6 +38,7 @@ from penstock.engine.memory.messages import (
     trace_buffers,
 )
 from penstock.engine.memory.shared_file import SharedFile
+from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.launcher import Launcher, Process
 from penstock.engine.parent.pools import EXIT_CODE_WAIT_S, GRACE_S
 from penstock.engine.parent.restart_decision import RestartPolicy
@@ -96,6 +97,8 @@ class NodeWorker:
     """The actor. Created without arguments, so that versions are compared before anything else."""
 
     def __init__(self) -> None:
+        if fork_servers.is_needed("process", None):
+            fork_servers.warm_up()  # it imports torch while this node is compared with the driver
         self._lock = threading.Lock()
         self._life: _Life | None = None
         self._places: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -125,8 +128,12 @@ class NodeWorker:
         task: WorkerTask,
         pickled: tuple[Any, ...],
         environment: dict[str, Any],
-    ) -> None:
-        """Start the worker. ``pickled`` comes from the node's copy in Ray's object store."""
+        limit_s: float,
+    ) -> tuple[str, Any]:
+        """Start the worker, and wait until it is ready. See :meth:`_await_ready`.
+
+        ``pickled`` comes from the node's copy in Ray's object store.
+        """
         sys.path += [one for one in environment["path"] if one not in sys.path]
         self._number, self._task = number, task
         self._memory = SharedFile.create()
@@ -137,7 +144,7 @@ class NodeWorker:
         buffers = trace_buffers(self._cells, num_workers, task.trace_bytes)
         self._buffer = buffers[number] if buffers else None
         self._launcher = Launcher(
-            method="spawn",
+            method="forkserver" if fork_servers.is_needed("process", None) else "spawn",
             worker_entry=_no_entry,
             task=task,
             num_workers=num_workers,
@@ -148,6 +155,7 @@ class NodeWorker:
             environment={**describe_environment(), **environment, "path": import_path()},
         )
         self.restart(0)
+        return self._await_ready(limit_s)
 
     def restart(self, generation: int) -> None:
         """End the worker process, if there is one, and start another."""
@@ -157,7 +165,8 @@ class NodeWorker:
             for cell in range(first, first + CELLS_PER_WORKER):
                 self._cells[cell] = NOTHING
             process, pipe, greeting = self._launcher.start(self._number, at_once=True)
-            pipe.send_bytes(greeting)
+            if greeting:
+                pipe.send_bytes(greeting)
             life = _Life(generation, process, pipe, queue.SimpleQueue(), [])
             self._life = life
         threading.Thread(target=_read_replies, args=(life,), daemon=True).start()
@@ -176,7 +185,7 @@ class NodeWorker:
         if self._life is not None:
             self._life.process.kill()
 
-    def await_ready(self, generation: int, limit_s: float) -> tuple[str, Any]:
+    def _await_ready(self, limit_s: float) -> tuple[str, Any]:
         """Wait until the worker has unpickled the dataset.
 
         Returns ("ready", None), ("failed", its report), ("exited", its exit code) or ("late", its
@@ -186,7 +195,8 @@ class NodeWorker:
         cell = position_cell(self._number) + IS_IDLE
         while time.monotonic() < limit:
             life = self._life
-            if life is None or life.generation != generation or self._cells[cell] != NOTHING:
+            assert life is not None
+            if self._cells[cell] != NOTHING:
                 return "ready", None
             if life.failures:
                 return "failed", life.failures[0]

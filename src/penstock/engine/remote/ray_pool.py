@@ -15,11 +15,12 @@ The cells on the control page are copies: once a second, each actor reports what
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -54,8 +55,10 @@ STATUS_S = 1.0
 """How often an actor reports what its worker does."""
 LOST_S = 60.0
 """An actor that has not answered for this long is replaced. Ray reports most losses earlier."""
+GATHER_S = 10.0
+"""How long the pool waits for other nodes after the first has answered. Later ones join later."""
 FREE_CPU_S = 15.0
-"""How long actors wait if there are more than free CPUs. After that, they share CPUs."""
+"""How long actors wait if no CPU is free. After that, they share CPUs."""
 REPLACED_S = 3.0
 """The same for an actor that replaces a lost one. The training loop waits for it."""
 SLOW_START_S = 45.0
@@ -98,6 +101,21 @@ def connect() -> Any:
     return ray
 
 
+def num_other_cpus() -> int:
+    """Return the number of CPUs on the other nodes of the cluster."""
+    ray = connect()
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    return int(sum(node["Resources"].get("CPU", 0) for node in others))
+
+
+def _on_other_nodes(ray: Any) -> Any:
+    """Return a scheduling strategy for actors that must not take the cores of local workers."""
+    strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+    here = ray.get_runtime_context().get_node_id()
+    return strategies.NodeLabelSchedulingStrategy({"ray.io/node-id": strategies.NotIn(here)})
+
+
 class RemoteWorker:
     """A worker on a node, with the interface of a process.
 
@@ -107,11 +125,17 @@ class RemoteWorker:
     pid = None
     daemon = True
 
-    def __init__(self, number: int, actor: Any, hello: Any) -> None:
+    def __init__(self, number: int, actor: Any, hello: Any, *, has_cpu: bool) -> None:
         self.name = f"penstock-worker-{number}"
         self.actor = actor
-        self.hello = hello
-        """The answer of the new actor. None once it has started."""
+        self.has_cpu = has_cpu
+        self.step = "hello"
+        """What the new actor does: "hello", then "start", "clock", and at last "ready"."""
+        self.pending: Any = hello
+        """The result of the step. None if there is nothing to wait for."""
+        self.begun_s = time.monotonic()
+        self.unsent: list[Any] = []
+        """Messages that wait until the worker is ready."""
         self.node = ""
         self.address = ""
         self.exitcode: int | None = None
@@ -170,7 +194,11 @@ class RemoteWorker:
 class RayPool:
     """Workers as Ray actors. Call :meth:`stop` to end them all.
 
+    If any worker can load any batch, the pool is complete when the first one is ready. The others
+    join later: those on slow nodes, and those that wait for a free CPU or for a new node.
+
     Args:
+        num_workers: Workers of the loader, here and on nodes. Those from ``first`` on are on nodes.
         pickled: ``objects``, if they are already pickled.
         memory: The shared file that holds the slots.
         note: Adds a note to the plan.
@@ -184,6 +212,7 @@ class RayPool:
         self,
         *,
         num_workers: int,
+        first: int = 0,
         task: WorkerTask,
         objects: dict[str, Any],
         pickled: PickledObjects | None,
@@ -199,7 +228,8 @@ class RayPool:
         self._note = note
         self._warn = warn
         self._num_workers = num_workers
-        self._buffers = trace_buffers(cells, num_workers, task.trace_bytes)
+        self._first = first
+        self._buffers = trace_buffers(cells, num_workers, task.trace_bytes)[first:]
         self._is_stopped = False
         self._owner = os.getpid()
         self._pass_number = NOTHING
@@ -207,18 +237,25 @@ class RayPool:
         self._paths = find_local_paths(objects["dataset"])
         environment = describe_environment()
         self._environment = {name: environment[name] for name in SENT_SETTINGS}
+        self._strategy = _on_other_nodes(self._ray) if first else "SPREAD"
         self._class = self._ray.remote(concurrency_groups={_CONTROL: 3})(NodeWorker)
-        self._starting: dict[int, Any] = {}
-        self.processes: list[Any] = [None] * num_workers
+        self._needs_all = not task.per_sample
+        self._num_lost = 0
+        self._heard_s = math.inf
+        """When the first actor answered."""
+        self.processes: list[Any] = [None] * (num_workers - first)
+        self.ready: set[int] = set()
         pickled = pickled or PickledObjects(objects)
         for text in pickled.notes:
             note(text)
         try:
             self._objects = self._ray.put(pickled.for_other_machines())
-            self._start(list(range(num_workers)), FREE_CPU_S)
-            for number in range(num_workers):
-                self._await_start(number)
-                self._await_ready(number)
+            num_free = int(self._ray.available_resources().get("CPU", 0))
+            workers = range(len(self.processes))
+            for worker in workers:
+                self._begin(worker)
+            if self._needs_all or not first:
+                self._await(workers, FREE_CPU_S, num_free)
         except BaseException:
             self.stop()
             raise
@@ -226,126 +263,140 @@ class RayPool:
 
     # -- starting --------------------------------------------------------------------------------
 
-    def _new_worker(self, number: int, *, num_cpus: int = 1) -> RemoteWorker:
+    def _begin(self, worker: int, *, has_cpu: bool = True) -> None:
+        """Create the actor of a worker."""
         options = self._class.options(
-            num_cpus=num_cpus, max_restarts=0, scheduling_strategy="SPREAD"
+            num_cpus=int(has_cpu), max_restarts=0, scheduling_strategy=self._strategy
         )
         actor = options.remote()
         hello = actor.hello.options(concurrency_group=_CONTROL).remote(self._paths)
-        return RemoteWorker(number, actor, hello)
+        self.ready.discard(worker)
+        self.processes[worker] = RemoteWorker(self._first + worker, actor, hello, has_cpu=has_cpu)
 
-    def _start(self, numbers: list[int], free_cpu_s: float) -> None:
-        """Start actors, compare versions, and start their workers.
+    def _await(self, workers: Sequence[int], free_cpu_s: float, num_free: int) -> None:
+        """Wait until enough of these new workers are ready.
 
         Args:
             free_cpu_s: How long an actor that finds no free CPU waits for one.
+            num_free: The number of CPUs that were free.
         """
-        num_free = int(self._ray.available_resources().get("CPU", 0))
-        begin_s, num_lost = time.monotonic(), 0
-        waiting, shared = list(numbers), set[int]()
-        for number in numbers:
-            self.processes[number] = self._new_worker(number)
-        limits_s = [free_cpu_s, free_cpu_s + SLOW_START_S, START_LIMIT_S]
-        while waiting:
-            left_s = max(0.0, begin_s + limits_s[0] - time.monotonic())
-            by_ref = {self.processes[number].hello: number for number in waiting}
-            ready, _ = self._ray.wait(list(by_ref), num_returns=1, timeout=left_s)
+        begin_s = time.monotonic()
+        while not self._are_enough(workers, num_free):
+            by_ref = {self.processes[worker].pending: worker for worker in workers}
+            by_ref.pop(None, None)
+            ready, _ = self._ray.wait(list(by_ref), num_returns=1, timeout=0.5)
             for ref in ready:
-                number = by_ref[ref]
-                try:
-                    self._begin(number, self._ray.get(ref, timeout=CALL_LIMIT_S))
-                    waiting.remove(number)
-                except self._ray.exceptions.RayError as error:
-                    num_lost += 1
-                    if num_lost > MAX_LOST:
-                        raise self._not_started(number, error) from error
-                    num_cpus = 0 if number in shared else 1
-                    self.processes[number] = self._new_worker(number, num_cpus=num_cpus)
-            if ready:
-                continue
-            limits_s.pop(0)
-            if not limits_s:
-                raise self._no_actor(waiting)
-            # At first, only as many as did not fit: the others may be slow to start.
-            num_fit = num_free - (len(numbers) - len(waiting)) if len(limits_s) == 2 else 0
-            self._share_cpus([one for one in waiting[max(0, num_fit) :] if one not in shared])
-            shared.update(waiting[max(0, num_fit) :])
+                self._proceed(by_ref[ref])
+            waited_s = time.monotonic() - begin_s
+            unplaced = [one for one in workers if self.processes[one].step == "hello"]
+            if waited_s > START_LIMIT_S and unplaced:
+                raise self._no_actor(unplaced)
+            must_place = self._needs_all or len(unplaced) == len(workers)
+            if waited_s > free_cpu_s and must_place:
+                # At first, only as many as did not fit: the others may be slow to start.
+                num_fit = num_free - (len(workers) - len(unplaced))
+                is_late = waited_s > free_cpu_s + SLOW_START_S
+                self._share_cpus(unplaced[0 if is_late else max(0, num_fit) :])
+            for worker in workers:
+                self._check_start(worker)
 
-    def _share_cpus(self, numbers: list[int]) -> None:
+    def _are_enough(self, workers: Sequence[int], num_free: int) -> bool:
+        num_ready = len(self.ready.intersection(workers))
+        if self._needs_all or not num_ready:
+            return num_ready == len(workers)
+        num_heard = sum(self.processes[one].step != "hello" for one in workers)
+        is_late = time.monotonic() > self._heard_s + GATHER_S
+        return num_heard >= min(len(workers), num_free) or is_late
+
+    def _proceed(self, worker: int) -> None:
+        """Take the result of a worker's step, and begin the next one.
+
+        Raises:
+            StartFailed: The node is not fit, or too many actors were lost.
+        """
+        remote = self.processes[worker]
+        try:
+            found = self._ray.get(remote.pending, timeout=CALL_LIMIT_S)
+        except self._ray.exceptions.RayError as error:
+            self._num_lost += 1
+            if self._num_lost > MAX_LOST or isinstance(error, self._ray.exceptions.RayTaskError):
+                raise self._not_started(worker, error) from error
+            self._kill(remote)
+            self._begin(worker, has_cpu=remote.has_cpu)
+            return
+        if remote.step == "hello":
+            self._heard_s = min(self._heard_s, time.monotonic())
+            remote.node = found["node"]
+            check_node(found, self._warn)
+            remote.begun_s = time.monotonic()
+            remote.file_bytes = round_up(control_bytes(self._num_workers, self._task.trace_bytes))
+            number, task = self._first + worker, self._task._replace(node=remote.node)
+            remote.step, remote.pending = (
+                "start",
+                remote.actor.start.remote(
+                    number, self._num_workers, task, self._objects, self._environment, READY_LIMIT_S
+                ),
+            )
+        elif remote.step == "start":
+            state, detail = found
+            if state == "failed":
+                raise rebuild(pickle.loads(detail)[1])
+            if state == "late":
+                raise self._late(worker, detail)
+            remote.asked_ns = remote.clock.now_ns()
+            remote.step, remote.pending = "clock", remote.call("clock")
+        else:
+            remote.clock.note(remote.asked_ns, found)
+            self._join(worker)
+
+    def _join(self, worker: int) -> None:
+        remote = self.processes[worker]
+        remote.step, remote.pending, self._num_lost = "ready", None, 0
+        self.ready.add(worker)
+        self._note(
+            f"worker {self._first + worker} runs on node {remote.node}; in the timeline, its clock "
+            f"is exact to {remote.clock.error_ns / 1e6:.1f} ms"
+        )
+        if remote.unsent:
+            self.send(worker, remote.unsent)
+
+    def _check_start(self, worker: int) -> None:
+        """Raise StartFailed if a node takes too long to fetch the dataset."""
+        remote, limit_s = self.processes[worker], FETCH_LIMIT_S + READY_LIMIT_S
+        if remote.step == "start" and time.monotonic() - remote.begun_s > limit_s:
+            raise self._not_started(worker, TimeoutError("the dataset did not arrive there"))
+
+    def _share_cpus(self, workers: list[int]) -> None:
         """Replace actors that wait for a CPU by actors that need none of their own."""
-        for number in numbers:
-            self._kill(self.processes[number])
-            self.processes[number] = self._new_worker(number, num_cpus=0)
-        if numbers:
-            names = ", ".join(map(str, numbers))
+        workers = [worker for worker in workers if self.processes[worker].has_cpu]
+        for worker in workers:
+            self._kill(self.processes[worker])
+            self._begin(worker, has_cpu=False)
+        if workers:
+            names = ", ".join(str(self._first + worker) for worker in workers)
             self._note(f"no CPU of the Ray cluster was free for worker {names}, which shares one")
 
-    def _await_start(self, number: int) -> None:
-        """Wait until an actor has fetched the dataset and started its worker process."""
-        errors = self._ray.exceptions
-        try:
-            self._ray.get(self._starting.pop(number), timeout=FETCH_LIMIT_S)
-            self.processes[number].ready_limit_s = time.monotonic() + READY_LIMIT_S
-        except (errors.RayTaskError, errors.GetTimeoutError) as error:
-            raise self._not_started(number, error) from error
-        except errors.RayError:
-            pass  # lost: the first take reports it
-
-    def _not_started(self, number: int, error: BaseException) -> StartFailed:
-        node = self.processes[number].node
+    def _not_started(self, worker: int, error: BaseException) -> StartFailed:
+        node = self.processes[worker].node
         return StartFailed(
-            f"worker {number} did not start{on_node(node)}: {_last_line(error)}",
+            f"worker {self._first + worker} did not start{on_node(node)}: {_last_line(error)}",
             likely="Penstock is not installed on the node, or the node was lost.",
             remedy="install the same packages on all nodes, or ray.init(runtime_env={...})",
         )
 
-    def _begin(self, number: int, found: dict[str, Any]) -> None:
-        worker = self.processes[number]
-        worker.node = found["node"]
-        check_node(found, self._warn)
-        worker.file_bytes = round_up(control_bytes(self._num_workers, self._task.trace_bytes))
-        worker.hello = None
-        task = self._task._replace(node=worker.node)
-        start = worker.actor.start.remote(
-            number, self._num_workers, task, self._objects, self._environment
-        )
-        self._starting[number] = start
-
-    def _no_actor(self, numbers: list[int]) -> StartFailed:
+    def _no_actor(self, workers: list[int]) -> StartFailed:
         resources = self._ray.available_resources()
         return StartFailed(
-            f"{len(numbers)} of {self._num_workers} Ray actors did not start within "
+            f"{len(workers)} of {len(self.processes)} Ray actors did not start within "
             f"{START_LIMIT_S:g} s",
             likely=f"the cluster has no node for them. Free: {resources.get('CPU', 0):g} CPUs.",
             remedy="`ray status`, or a smaller num_workers",
         )
 
-    def _await_ready(self, number: int) -> None:
-        """Wait until a worker has unpickled the dataset, and align its clock."""
-        worker = self.processes[number]
-        ref = worker.call("await_ready", worker.generation, READY_LIMIT_S)
-        try:
-            state, detail = self._ray.get(ref, timeout=READY_LIMIT_S + CALL_LIMIT_S)
-            if state == "failed":
-                raise rebuild(pickle.loads(detail)[1])
-            if state == "late":
-                raise self._late(number, detail)
-            worker.ready_limit_s = None
-            for _ in range(3):
-                sent_ns = worker.clock.now_ns()
-                at_ns = self._ray.get(worker.call("clock"), timeout=CALL_LIMIT_S)
-                worker.clock.note(sent_ns, at_ns)
-        except self._ray.exceptions.RayError:
-            return  # lost: the first take reports it
-        self._note(
-            f"worker {number} runs on node {worker.node}; in the timeline, its clock is exact to "
-            f"{worker.clock.error_ns / 1e6:.1f} ms"
-        )
-
-    def _late(self, number: int, stack: str) -> StartFailed:
+    def _late(self, worker: int, stack: str) -> StartFailed:
         return StartFailed(
-            f"worker {number} on node {self.processes[number].node} did not unpickle the dataset "
-            f"within {READY_LIMIT_S:g} s. Its stack:\n{stack}",
+            f"worker {self._first + worker} on node {self.processes[worker].node} did not unpickle "
+            f"the dataset within {READY_LIMIT_S:g} s. Its stack:\n{stack}",
             likely="__setstate__ of the dataset waits for a lock, a file or a server.",
             remedy="open files and connections in __getitem__, on first use",
         )
@@ -353,8 +404,11 @@ class RayPool:
     # -- leases and replies ----------------------------------------------------------------------
 
     def send(self, worker: int, leases: list[Any]) -> None:
-        self._tell_pass()
         remote, places, sent = self.processes[worker], {}, []
+        if remote.step != "ready":
+            remote.unsent += leases
+            return
+        self._tell_pass()
         for lease in leases:
             if isinstance(lease, Lease):
                 known = remote.owed.get(lease.key)  # a trial has the key of its lease
@@ -398,16 +452,34 @@ class RayPool:
                 time.sleep(min(left_s, 0.05))
             events: list[tuple[int, Any]] = []
             for worker in dict.fromkeys(map(by_ref.__getitem__, ready)):
-                events += [(worker, event) for event in self._take_all(worker, set(ready))]
+                if self.processes[worker].pending is not None:
+                    events += self._let_join(worker)
+                else:
+                    events += [(worker, event) for event in self._take_all(worker, set(ready))]
             events += self._find_lost()
             if events or time.monotonic() >= limit:
                 return events
+
+    def _let_join(self, worker: int) -> list[tuple[int, Any]]:
+        """Take the next step of a worker that joins while others load."""
+        remote = self.processes[worker]
+        try:
+            self._proceed(worker)
+        except StartFailed as error:
+            self._warn(f"worker {self._first + worker} is not used: {error}")
+            remote.step, remote.pending = "refused", None
+            self._kill(remote)
+        except Exception as error:  # the dataset's own
+            return [(worker, self._failed(worker, error))]
+        return []
 
     def _references(self) -> dict[Any, int]:
         """Return what the actors have been asked for, and of which worker."""
         found = {}
         for number, remote in enumerate(self.processes):
-            if remote.exitcode is None:
+            if remote.pending is not None:
+                found[remote.pending] = number
+            elif remote.exitcode is None:
                 found.update(dict.fromkeys(remote.takes, number))
                 if remote.status is not None:
                     found[remote.status] = number
@@ -462,14 +534,15 @@ class RayPool:
 
     def _failed(self, worker: int, error: BaseException) -> tuple[str, Any]:
         """Return the event for an error of an actor, such as a full object store."""
-        where = f"in Ray actor {worker} on node {self.processes[worker].node}"
-        return "failed", describe(error, worker=worker, where=where)
+        number = self._first + worker
+        where = f"in Ray actor {number} on node {self.processes[worker].node}"
+        return "failed", describe(error, worker=number, where=where)
 
     def _lose(self, worker: int, why: str) -> WorkerExit:
         remote = self.processes[worker]
         remote.exitcode, remote.is_lost = 1, True
         remote.takes.clear()
-        self._note(f"worker {worker} on node {remote.node} was lost: {why}")
+        self._note(f"worker {self._first + worker} on node {remote.node} was lost: {why}")
         return WorkerExit(pid=remote.address, exit_code=None, is_orphaned=True)
 
     # -- watching --------------------------------------------------------------------------------
@@ -479,7 +552,7 @@ class RayPool:
         period_s = STATUS_S / 2 if self._task.has_limit else STATUS_S
         for remote in self.processes:
             is_due = remote.status is None and now_s - remote.asked_s >= period_s
-            if is_due and remote.exitcode is None:
+            if is_due and remote.exitcode is None and remote.step == "ready":
                 remote.asked_s, remote.asked_ns = now_s, remote.clock.now_ns()
                 remote.status = remote.call("status", remote.head)
 
@@ -490,6 +563,10 @@ class RayPool:
         for number, remote in enumerate(self.processes):
             if remote.exitcode is not None:
                 continue
+            try:
+                self._check_start(number)
+            except StartFailed as error:
+                events.append((number, self._failed(number, error)))
             if remote.status is not None and now_s - remote.asked_s > LOST_S:
                 ready, _ = self._ray.wait([remote.status], timeout=0)
                 if not ready:
@@ -524,7 +601,7 @@ class RayPool:
             # Later, the sample may have ended. Only an age that was measured there counts.
             cells[SINCE] = time.monotonic_ns() - cells[SINCE] if is_late else 0
         cells[STACK_FD] = NOTHING
-        first = position_cell(worker)
+        first = position_cell(self._first + worker)
         for place, value in enumerate(cells):
             self._cells[first + place] = value
         if status.head is not None and status.head != remote.head:
@@ -539,16 +616,20 @@ class RayPool:
     def replace(self, worker: int) -> None:
         """End a worker, and start a new one with the same number.
 
+        A new actor joins later if others can load its leases meanwhile.
+
         Raises:
             StartFailed: The new worker does not start.
         """
-        remote, first = self.processes[worker], position_cell(worker)
+        remote, first = self.processes[worker], position_cell(self._first + worker)
         for cell in range(first, first + CELLS_PER_WORKER):
             self._cells[cell] = NOTHING
         if remote.is_lost or not self._restart(remote):
             self._kill(remote)
-            self._start([worker], REPLACED_S)
-            self._await_start(worker)
+            self._begin(worker)
+            can_wait = remote.is_lost and not self._needs_all and (self.ready or self._first)
+            if not can_wait:
+                self._await([worker], REPLACED_S, 0)
 
     def _restart(self, remote: RemoteWorker) -> bool:
         """Start a new worker process in the same actor. Returns False if the actor fails too."""
@@ -584,7 +665,7 @@ class RayPool:
         asked = {
             remote.call("status", remote.head): number
             for number, remote in enumerate(self.processes)
-            if self._buffers and remote and remote.exitcode is None and remote.hello is None
+            if self._buffers and remote and remote.exitcode is None and remote.step == "ready"
         }
         if asked:
             ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=STATUS_S)

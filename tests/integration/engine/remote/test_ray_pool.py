@@ -7,17 +7,10 @@ program found in one of them.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import uuid
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from support.paths import TESTS
+from support.ray_cluster import Findings, run_scenarios
 
 pytestmark = [
     pytest.mark.ray,
@@ -26,34 +19,11 @@ pytestmark = [
 ]
 LIMIT_S = 2400.0
 """Reached only by a hang."""
-Findings = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    command = [sys.executable, "-m", "support.ray_scenarios"]
-    environ = {**os.environ, "PENSTOCK_TEST_CLUSTER": uuid.uuid4().hex}
-    environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
-    output = tmp_path_factory.mktemp("ray") / "output.txt"
-    with output.open("w") as file:
-        program = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            program.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pass  # the scenarios that have ended count
-        finally:
-            program.kill()
-            program.wait()
-    text = output.read_text("utf-8", "replace")
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith('{"scenario"')]
-    by_name = {line["scenario"]: line for line in lines}
-
-    def of(name: str) -> dict[str, Any]:
-        assert name in by_name, f"the program ended with {program.returncode}: {text[-4000:]}"
-        assert "failure" not in by_name[name], by_name[name]["failure"]
-        return by_name[name]
-
-    return of
+    return run_scenarios(tmp_path_factory.mktemp("ray"), LIMIT_S)
 
 
 def test_batches_from_two_nodes_are_those_of_this_process(found: Findings) -> None:
@@ -68,15 +38,55 @@ def test_the_timeline_has_the_workers_of_the_nodes_on_the_clock_of_this_process(
 ) -> None:
     loaded = found("same_bits")
     assert loaded["lanes"] == 2
-    assert loaded["num_parts"] == 24  # each batch of two epochs is one lease
+    assert loaded["num_parts"] == 12 * loaded["num_epochs"]  # each batch is one lease
     assert 0 < loaded["earliest_s"] < 1000  # an unaligned clock may start at any time
     assert any("its clock is exact to" in note for note in loaded["notes"])
+
+
+def test_local_and_remote_workers_together_give_the_same_batches(found: Findings) -> None:
+    loaded = found("mixed")
+    assert loaded["ray"] == loaded["inline"]
+    assert len(set(loaded["ray"])) == 3
+    assert all(loaded["num_spans"])
+    assert len(loaded["num_spans"]) == 2
+
+
+def test_remote_workers_join_on_other_nodes_and_their_loss_costs_a_retry(found: Findings) -> None:
+    loaded = found("mixed")
+    assert len(loaded["nodes"]) == 1
+    assert loaded["here"] not in loaded["nodes"][0]
+    assert loaded["num_restarts"] == 1
+    assert any("was lost" in note for note in loaded["notes"])
+
+
+def test_remote_workers_without_local_ones_or_an_index_are_refused(found: Findings) -> None:
+    loaded = found("mixed")
+    assert loaded["refused"].startswith("BadArgument: [A01] remote_workers=1 needs local worker")
+    assert loaded["without"].startswith("BadArgument: [A01] remote_workers=1 needs local worker")
+
+
+def test_automatic_remote_workers_join_only_if_the_loop_waits(found: Findings) -> None:
+    loaded = found("mixed_auto")
+    assert loaded["slow"] == 1
+    assert any("because the training loop waited" in note for note in loaded["slow_notes"])
+    assert loaded["fast"] == 0
+    assert loaded["slow_bits"]
+    assert loaded["fast_bits"]
+
+
+def test_a_node_that_answers_late_joins_while_the_others_load(found: Findings) -> None:
+    loaded = found("late_node")
+    assert loaded["num_stopped"] == 1
+    assert loaded["nodes"] == [1, 2]
+    assert loaded["ray"] == loaded["inline"]
+    assert loaded["num_restarts"] == 0
 
 
 def test_an_iterable_dataset_is_divided_as_among_processes(found: Findings) -> None:
     loaded = found("streams")
     assert loaded["ray"] == loaded["process"]
     assert sorted(loaded["ray"]) == list(range(48))
+    assert loaded["one"] != loaded["ray"]
 
 
 def test_a_resumed_run_with_bad_samples_has_the_same_batches(found: Findings) -> None:
@@ -155,7 +165,7 @@ def test_other_versions_on_a_node_are_named(found: Findings) -> None:
 def test_a_killed_driver_leaves_nothing_on_the_nodes(found: Findings) -> None:
     loaded = found("driver_killed")
     assert loaded["said"] == "loading\n"
-    assert loaded["num_started"] == 2  # an actor and its worker
+    assert loaded["num_started"] == 3  # an actor, its fork server and its worker
     assert loaded["left"] == []
 
 
