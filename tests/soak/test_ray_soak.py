@@ -23,7 +23,7 @@ needs_train = pytest.mark.skipif(not HAS_TRAIN, reason="pip install 'ray[data,tr
 def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     folder = tmp_path_factory.mktemp("ray")
     names = ["ray_data", "ray_train"] if HAS_TRAIN else []
-    return run_scenarios(folder, LIMIT_S, "node_kills", *names)
+    return run_scenarios(folder, LIMIT_S, "slow_link", "node_kills", *names)
 
 
 @needs_train
@@ -46,3 +46,12 @@ def test_fifty_killed_nodes_cost_only_retries(found: Findings) -> None:
     assert loaded["num_killed"] == 50
     assert loaded["wrong"] == []
     assert loaded["num_restarts"] >= 25  # a node may be killed before its worker has joined
+
+
+def test_a_link_of_10_mbit_costs_time_and_no_bits(found: Findings) -> None:
+    loaded = found("slow_link")
+    if "skipped" in loaded:
+        pytest.skip(f"network namespaces cannot be made here: {loaded['skipped']}")
+    assert any("10.77.0.2" in node for node in loaded["nodes"])
+    assert loaded["ray"] == loaded["inline"]
+    assert len(set(loaded["ray"])) == 5

@@ -591,6 +591,57 @@ def node_kills(cluster: Cluster) -> dict[str, Any]:
     return {**found, "notes": len(loader.plan.notes)}
 
 
+def slow_link(cluster: Cluster) -> dict[str, Any]:
+    """Load with a node behind a link of 10 Mbit/s and 20 ms, in a network namespace."""
+    name = f"penstock{os.getpid()}"
+    ours, theirs, network = f"pa{os.getpid()}", f"pb{os.getpid()}", "10.77.0"
+    inside = ["ip", "netns", "exec", name]
+    commands = [
+        f"ip netns add {name}",
+        f"ip link add {ours} type veth peer name {theirs}",
+        f"ip link set {theirs} netns {name}",
+        f"ip addr add {network}.1/24 dev {ours}",
+        f"ip link set {ours} up",
+        f"ip -n {name} addr add {network}.2/24 dev {theirs}",
+        f"ip -n {name} link set {theirs} up",
+        f"ip -n {name} link set lo up",
+        f"ip -n {name} route add default via {network}.1",
+        f"tc qdisc add dev {ours} root netem rate 10mbit delay 10ms",
+        f"ip netns exec {name} tc qdisc add dev {theirs} root netem rate 10mbit delay 10ms",
+    ]
+    start = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    start += [f"--address={cluster.address}", f"--node-ip-address={network}.2", "--num-cpus=1"]
+    node: Any = None
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=60)
+            if done.returncode:
+                return {"skipped": f"{command}: {done.stderr.strip()}"}
+        node = subprocess.Popen(
+            [*start, f"--object-store-memory={STORE_BYTES}"], stdout=subprocess.DEVNULL
+        )
+        options: dict[str, Any] = {"pool": "process", "num_workers": 1, "persistent_workers": True}
+        loader = make(Images(pause_s=0.02), remote_workers=2, **options)
+        limit, num_skipped = time.monotonic() + LIMIT_S, 0
+        while time.monotonic() < limit and not any(network in one for one in nodes_of(loader)):
+            skip(loader, 1)
+            num_skipped += 1
+        start_s = time.perf_counter()
+        loaded = [digest(loader) for _ in range(5)]
+        took_s = time.perf_counter() - start_s
+        nodes = sorted(nodes_of(loader))
+        loader.close()
+        here = skip(make(Images(), pool="inline", num_workers=0), num_skipped)
+        expected = [digest(here) for _ in range(5)]
+        return {"ray": loaded, "inline": expected, "nodes": nodes, "epochs_s": took_s}
+    finally:
+        if node is not None:
+            node.terminate()
+            node.wait(LIMIT_S)
+        for command in (f"ip netns del {name}", f"ip link del {ours}"):
+            subprocess.run(command.split(), capture_output=True)
+
+
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
     *(local_path, full, mixed, mixed_auto, late_node, driver_killed),
@@ -598,7 +649,7 @@ SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
 ]
 
 
-ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [ray_data, ray_train, node_kills]
+ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [ray_data, ray_train, slow_link, node_kills]
 """Scenarios of ``tests/soak/test_ray_soak.py``, which run only if they are named."""
 
 
