@@ -20,24 +20,23 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from penstock.device.setup import DeviceSetup
 from penstock.engine.loading.fetch import in_flight_of, most_in_flight
 from penstock.engine.parent.context import EngineSettings, LoaderParts, max_held_bytes
-from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
 from penstock.errors import BadArgument, NoStopIteration, warn_user
-from penstock.importing import importing
-from penstock.machine.own_memory import note_imports
+from penstock.importing import importing, note_imports
 from penstock.options import (
+    DocWithOptions,
     LoaderOptions,
     Tracing,
     check_count,
     check_num_workers,
     check_sizes,
-    describe_options,
     options_of,
     read_options,
     refuse_unknown,
     takes_options,
 )
+from penstock.order.base_order import Order, ShardedOrder
 from penstock.order.epoch_state import (
     SAMPLING,
     EpochIndices,
@@ -45,8 +44,6 @@ from penstock.order.epoch_state import (
     EpochState,
     has_own_state,
 )
-from penstock.order.ranks import refuse_ranks
-from penstock.order.samplers import Order, SeededOrder, ShardedOrder, make_order
 from penstock.trace.recorder import Recorder, make_recorder
 from penstock.user_objects import offers, probe
 
@@ -144,19 +141,18 @@ class DataLoader(TorchDataLoader[_T_co]):
             keywords = {} if prefetch_factor is None else {"prefetch_factor": prefetch_factor}
         self._auto_workers = num_workers if self._is_auto else None
         order, is_iterable = None, isinstance(dataset, torch.utils.data.IterableDataset)
-        if sampler is None and batch_sampler is None and not is_iterable:
+        has_ranks = self.shard or self.rank is not None or self.world_size is not None
+        if sampler is not None or batch_sampler is not None or is_iterable:
+            if has_ranks:
+                from penstock.order.ranks import refuse_ranks
+
+                raise refuse_ranks(sampler if batch_sampler is None else batch_sampler)
+        elif has_ranks or self.seed is not None or "penstock.order.mixture" in sys.modules:
+            from penstock.order.samplers import make_order
+
             with NoStopIteration("dataset.__len__"):
-                order = make_order(
-                    dataset,
-                    seed=self.seed,
-                    shuffle=bool(shuffle),
-                    batch_size=batch_size,
-                    drop_last=drop_last,
-                    ranks=(self.shard, self.rank, self.world_size),
-                    padding=self.padding,
-                )
-        elif self.shard or self.rank is not None or self.world_size is not None:
-            raise refuse_ranks(sampler if batch_sampler is None else batch_sampler)
+                is_shuffled = bool(shuffle)
+                order = make_order(dataset, self, is_shuffled, batch_size, drop_last)
         with NoStopIteration("dataset.__len__"):
             super().__init__(
                 dataset,
@@ -198,8 +194,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             )
         self._measured: dict[str, Any] = {}  # fields of the workload
         self._tuning: Any = None  # see engine.parent.worker_tuning
+        self._changes: Any = None  # see engine.parent.dataset_changes
         self._notes, self._warned = dict[str, None](), set[str]()
-        self._changes = DatasetChanges(dataset)
         self._epoch_state = EpochState(self.seed)
         self._faults, self._asked_prefetch = self._make_faults(), prefetch_factor
         self._recorder: Recorder | None = None
@@ -302,7 +298,8 @@ class DataLoader(TorchDataLoader[_T_co]):
             # There is nothing to choose, and nothing to warn about. See make_plan.
             return LoaderIterator(self, self._settings_without_plan("inline", None), self._parts())
         if self._uses_fork_server():
-            self._changes.undo()
+            if self._changes is not None:
+                self._changes.undo()
             settings, parts = self._settings_without_plan("process", "forkserver"), self._parts()
             self.check_worker_number_rationality()
             return LoaderIterator(self, settings, parts)
@@ -313,7 +310,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         request, work, facts = self._request(), self._workload(), quick_facts()
         plan = make_plan(facts, request, work)
         self._warn(plan)
-        if plan.pool.value in ("process", "ray"):
+        if plan.pool.value in ("process", "ray") and self._changes is not None:
             self._changes.undo()
         settings, parts = self._settings(plan), self._parts()
         if should_measure(facts, request, work, choose_start_method(facts, request).value):
@@ -448,6 +445,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         None unless the sampler visits all samples equally often.
         """
         from torch.utils.data import RandomSampler, SequentialSampler
+
+        from penstock.order.samplers import SeededOrder
 
         takes_all = type(self.sampler) in (RandomSampler, SequentialSampler, SeededOrder)
         if self.batch_size is None and self.batch_sampler is not None:
@@ -697,4 +696,4 @@ class DataLoader(TorchDataLoader[_T_co]):
 
 
 _KNOWN_NAMES = inspect.signature(DataLoader).parameters
-DataLoader.__doc__ = f"{DataLoader.__doc__}\n    Args:\n{describe_options(LoaderOptions)}"
+DataLoader.__doc__ = DocWithOptions(DataLoader.__doc__, LoaderOptions)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 from penstock.errors import BadArgument, NoSuchDevice
+from penstock.named_tuple import NamedTuple as FastNamedTuple
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 TRACE_SUFFIXES = (".json", ".json.gz", ".html")
@@ -283,7 +284,7 @@ def _check_optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], An
 # -- declarations ----------------------------------------------------------------------------------
 
 
-class Option(NamedTuple):
+class Option(FastNamedTuple):
     """One option. ``name`` and ``type`` are filled in from its declaration.
 
     Args:
@@ -624,6 +625,16 @@ def describe_options(kind: type) -> str:
         text = f"{name}: {option.help}"
         lines += textwrap.wrap(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
     return "\n".join(lines) + "\n"
+
+
+class DocWithOptions:
+    """Docstring of a class that ends with its options. Formatting them takes a millisecond."""
+
+    def __init__(self, text: str | None, kind: type) -> None:
+        self._text, self._kind = text, kind
+
+    def __get__(self, owner: Any, owner_type: Any = None) -> str:
+        return f"{self._text}\n    Args:\n{describe_options(self._kind)}"
 
 
 def takes_options(kind: type) -> Callable[[_Function], _Function]:

@@ -32,14 +32,12 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 HEAVY_PACKAGES = {"torch", "numpy"}
 LOADER_MODULES = """
     device.setup
-    engine.loading.collate engine.loading.fetch engine.loading.gather engine.loading.in_place
-    engine.memory.batch_layout
-    engine.parent.context engine.parent.dataset_changes engine.parent.faults
+    engine.loading.default_collate engine.loading.fetch
+    engine.parent.context engine.parent.faults
     engine.parent.inline_producer engine.parent.iterator
-    errors importing integrations.accelerate_flag loader options user_objects
-    machine.own_memory callable_package
-    order.dataset_generators order.epoch_state order.global_generators order.keys order.object_walk
-    order.permutation order.ranks order.rng order.sample_randomness order.samplers
+    errors importing integrations.accelerate_flag loader named_tuple options user_objects
+    order.base_order order.dataset_generators order.epoch_state order.global_generators order.keys
+    order.object_walk order.rng order.sample_randomness
     trace.record trace.recorder
 """
 """Modules that ``from penstock import DataLoader`` imports. Every program pays for each of them,

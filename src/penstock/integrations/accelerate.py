@@ -24,7 +24,6 @@ import warnings
 import weakref
 from typing import Any
 
-from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.errors import BadArgument, BadState
 from penstock.integrations.accelerate_ranks import Chain, RankWalk, unwrap
 from penstock.integrations.tested_versions import untested_here
@@ -163,7 +162,7 @@ class Prepared(DataLoader[Any]):
             return
         self._kind, self._leader, self._told = type(ours), None, []
         self._notes, self._warned = dict(ours._notes), set(ours._warned)
-        self._changes = DatasetChanges(self.dataset)
+        self._changes = None
         self._epoch_state = EpochState(self.seed)
         self._faults = self._make_faults()
         self._record_announced_epochs()

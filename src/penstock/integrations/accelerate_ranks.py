@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from penstock.order.base_order import Order
 from penstock.order.epoch_state import EpochIndices, EpochState
-from penstock.order.samplers import Order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from penstock.machine.cgroup import MEMBERSHIP, MOUNT, groups_above, memory_limit_of
 from penstock.machine.kernel_files import parse_count, read_fields, read_text
+from penstock.named_tuple import NamedTuple
 
 VMSTAT = Path("/proc/vmstat")
 

@@ -20,10 +20,11 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_seed
+from penstock.order.base_order import ShardedOrder
 from penstock.order.keys import BATCH_STREAM, BUCKET_STREAM, make_key, mix64
 from penstock.order.permutation import Permutation
 from penstock.order.ranks import RankShard
-from penstock.order.samplers import ShardedOrder, hash_array
+from penstock.order.samplers import hash_array
 
 if TYPE_CHECKING:
     import numpy.typing as npt

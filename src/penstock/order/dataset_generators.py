@@ -26,10 +26,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from penstock.named_tuple import NamedTuple
 from penstock.order.keys import mix64
 from penstock.order.object_walk import (
     CONTAINERS,

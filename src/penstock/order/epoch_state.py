@@ -4,7 +4,7 @@
     EpochIndices  the batches of indices of an iterator: the loader's index sampler, from the
                   position where the epoch starts
 
-A Penstock order (:class:`penstock.order.samplers.Order`) can start anywhere at no cost. Any other
+A Penstock order (:class:`penstock.order.base_order.Order`) can start anywhere at no cost. Any other
 sampler is iterated from its first index, and the indices before the start are dropped. No sample is
 loaded for them.
 """
@@ -15,11 +15,12 @@ import base64
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.errors import NoStopIteration
+from penstock.named_tuple import NamedTuple
+from penstock.order.base_order import Order, ShardedOrder
 from penstock.order.keys import WORKER_STREAM, make_key
-from penstock.order.samplers import Order, ShardedOrder
 from penstock.user_objects import probe
 
 Effect = Callable[[], None]

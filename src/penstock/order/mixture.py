@@ -30,10 +30,11 @@ import numpy as np
 
 from penstock.errors import BadArgument
 from penstock.options import check_count, check_max_bad
+from penstock.order.base_order import Order
 from penstock.order.interleave import MAX_TERM, Interleaving, first_true, slot_terms
 from penstock.order.keys import GOLDEN, MASK, MIX_STREAM, make_key, mix64, mix64_many
 from penstock.order.permutation import check_index, check_indices
-from penstock.order.samplers import BlockOrder, Order, hash_array
+from penstock.order.samplers import BlockOrder, hash_array
 from penstock.order.shuffle_many import place_in_shuffle, shuffle_many
 from penstock.user_objects import probe
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Unpack
 
-    from penstock.order.samplers import EpochProgress, OrderOptions
+    from penstock.order.base_order import EpochProgress, OrderOptions
 
 Weights = Sequence[Any]
 MAX_SOURCES = 1_000_000

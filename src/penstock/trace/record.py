@@ -28,9 +28,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import BadArgument
+from penstock.named_tuple import NamedTuple
 
 now_ns = time.perf_counter_ns
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import RandomSampler
 
 from penstock.errors import BadArgument
+from penstock.order.base_order import CHUNK, Order
 from penstock.order.ranks import RankShard, find_rank
-from penstock.order.samplers import CHUNK, Order, SeededOrder, WeightedOrder
+from penstock.order.samplers import SeededOrder, WeightedOrder
 
 pytestmark = pytest.mark.legacy
 

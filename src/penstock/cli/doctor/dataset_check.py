@@ -22,7 +22,7 @@ from penstock.cli.doctor.sample_check import AT_LEAST, MAX_SAMPLES, SampleCheck
 from penstock.cli.doctor.sample_form import form_of
 from penstock.cli.script_object import ScriptObject
 from penstock.cli.user_code import describe_error, place_of
-from penstock.engine.loading.collate import is_default_collate
+from penstock.engine.loading.default_collate import is_default_collate
 from penstock.engine.loading.fetch import in_flight_of, most_in_flight
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.pickling.pickler import PickledObjects

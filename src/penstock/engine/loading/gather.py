@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from penstock.engine.loading.collate import is_default_collate
+from penstock.engine.loading.default_collate import is_default_collate
 from penstock.engine.loading.in_place import unwrap_subsets
 from penstock.engine.memory.batch_layout import Layout, LayoutError, read_layout, view_batch
 from penstock.user_objects import offers, probe

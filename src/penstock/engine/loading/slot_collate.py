@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from penstock.engine.loading.collate import STANDARD_COLLATORS
+from penstock.engine.loading.default_collate import STANDARD_COLLATORS
 from penstock.engine.memory.shared_file import round_up
 
 _TORCH_COLLATE_TENSOR = STANDARD_COLLATORS[torch.Tensor]

@@ -11,10 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+
+from penstock.named_tuple import NamedTuple
 
 _FIELD_GRAIN = 64
 """Fields start on cache lines, which also satisfies every dtype's alignment."""

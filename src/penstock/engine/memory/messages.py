@@ -16,9 +16,10 @@ Tested by ``tests/unit/engine/parent/test_in_flight.py``.
 """
 
 import signal
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.engine.memory.shared_file import FileHandle
+from penstock.named_tuple import NamedTuple
 
 CONTROL_BYTES = 65536
 CELLS_PER_WORKER = 8

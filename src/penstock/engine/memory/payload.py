@@ -17,12 +17,13 @@ import ctypes
 import io
 import pickle
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from penstock.engine.memory.shared_file import round_up
+from penstock.named_tuple import NamedTuple
 
 _GRAIN = 64
 _SMALL_BYTES = 512

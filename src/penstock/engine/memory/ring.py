@@ -24,12 +24,12 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.engine.memory.fork_watch import Eras, ForkWatch, process_forks
 from penstock.engine.memory.shared_file import Segment, SharedFile, round_up
+from penstock.named_tuple import NamedTuple
 
 PROVISIONAL_BYTES = 1 << 30
 """Capacity of a slot before the first batch. Sparse memory, so this is only address space."""

@@ -17,7 +17,9 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
+
+from penstock.named_tuple import NamedTuple
 
 GRAIN = max(mmap.ALLOCATIONGRANULARITY, 65536)
 """Alignment of mapping offsets. Windows needs 64 KiB. Some arm64 kernels have 64 KiB pages."""

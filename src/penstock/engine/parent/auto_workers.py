@@ -22,6 +22,7 @@ from typing import Any
 from penstock.engine.loading.fetch import call_user, getter, takes_batches
 from penstock.engine.parent import fork_server
 from penstock.engine.parent.context import BatchProducer, EngineSettings, EpochPass, LoadContext
+from penstock.engine.parent.dataset_changes import DatasetChanges
 from penstock.engine.parent.inline_producer import InlineProducer
 from penstock.engine.parent.resizing import make_worker_producer
 from penstock.engine.pickling.environment import import_path
@@ -74,6 +75,8 @@ class AutoProducer:
     def __init__(self, context: LoadContext, loader: Any) -> None:
         self._context = context
         self._kept_alive = None if context.is_persistent else loader  # only its iterator may be
+        if loader._changes is None:
+            loader._changes = DatasetChanges(loader.dataset)
         self._changes = loader._changes
         is_first = "sample_s" not in loader._measured
         see = self._see_first_samples if is_first else None

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.engine.memory.fork_watch import process_forks
+from penstock.importing import memory_after_imports, own_memory
 from penstock.machine.host import is_library_file
 from penstock.machine.native_threads import (
     count_openblas_threads,
@@ -26,7 +27,6 @@ from penstock.machine.native_threads import (
     stop_openmp_threads,
     wait_for_threads,
 )
-from penstock.machine.own_memory import memory_after_imports, own_memory
 
 SWITCH = "PENSTOCK_FORK_SERVER"
 """Environment variable. ``fresh`` always starts a new Python."""
@@ -114,7 +114,7 @@ def _check_frames() -> str | None:
 
 
 def _check_memory() -> str | None:
-    """Compare the memory with that of the imports. See :mod:`penstock.machine.own_memory`."""
+    """Compare the memory with that of the imports. See :mod:`penstock.importing`."""
     now, before = own_memory(), memory_after_imports()
     if now is None or before is None:
         return "it is unknown how much memory it holds besides its modules"

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_loader
 
-from penstock.engine.loading.collate import custom_collators, is_default_collate
+from penstock.engine.loading.default_collate import custom_collators, is_default_collate
 from penstock.errors import warn_user
+from penstock.named_tuple import NamedTuple
 from penstock.order.dataset_generators import NamedGenerators, name_generators
 from penstock.order.global_generators import replaced_bit_generator
 

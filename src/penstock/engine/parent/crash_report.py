@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.engine.parent.restart_decision import (
     NO_PROGRESS,
@@ -21,6 +21,7 @@ from penstock.errors import (
     WorkerDied,
     WorkerTimeout,
 )
+from penstock.named_tuple import NamedTuple
 
 _CAUSES = {
     "SIGKILL": "another process killed it. The kernel reported no out-of-memory kill (not every "

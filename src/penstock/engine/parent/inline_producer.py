@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.loading import collate
+from torch.utils.data import Subset, TensorDataset
+
+from penstock.engine.loading.default_collate import default_collate, is_default_collate
 from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
@@ -26,18 +28,17 @@ from penstock.engine.loading.fetch import (
     one_getter,
     takes_batches,
 )
-from penstock.engine.loading.gather import Gatherer, find_gatherer
-from penstock.engine.loading.in_place import find_channels_last_getter
-from penstock.engine.memory.batch_layout import LayoutError
 from penstock.engine.parent.context import EpochPass, LoadContext
 from penstock.errors import NoStopIteration, NoSubstitute
 from penstock.order.global_generators import preserved_generators, watching_state_reads
 from penstock.order.sample_randomness import SampleRandomness, make_randomness
 from penstock.trace.record import now_ns
+from penstock.user_objects import offers
 
 if TYPE_CHECKING:
     from penstock.engine.loading.async_samples import AsyncSamples
     from penstock.engine.loading.bad_samples import BadSamplePolicy, PoisonRows
+    from penstock.engine.loading.gather import Gatherer
     from penstock.engine.memory.ring import Ring
 
 _rings: weakref.WeakKeyDictionary[Any, tuple[int, Ring]] = weakref.WeakKeyDictionary()
@@ -78,6 +79,22 @@ def _make_flight(context: LoadContext) -> AsyncSamples:
     return AsyncSamples(context.settings.in_flight, randomness=randomness, is_shared=True)
 
 
+def _find_gatherer(dataset: Any) -> Gatherer | None:
+    if not isinstance(dataset, (Subset, TensorDataset)) and not offers(dataset, "read_rows"):
+        return None  # so most datasets do not need the module
+    from penstock.engine.loading.gather import find_gatherer
+
+    return find_gatherer(dataset)
+
+
+def _find_channels_last_getter(dataset: Any) -> Callable[[Any], Any] | None:
+    if not isinstance(dataset, Subset) and not offers(dataset, "keeps_channels_last"):
+        return None
+    from penstock.engine.loading.in_place import find_channels_last_getter
+
+    return find_channels_last_getter(dataset)
+
+
 class InlineProducer:
     """Loads each batch in the caller's thread when it is requested."""
 
@@ -86,7 +103,7 @@ class InlineProducer:
         self._dataset, self._collate_fn = context.dataset, context.collate_fn
         self._auto_collation = context.auto_collation
         self._epoch_state, self._faults = context.parts.epoch_state, context.parts.faults
-        self._collates_by_default = collate.is_default_collate(self._collate_fn)
+        self._collates_by_default = is_default_collate(self._collate_fn)
         self._randomness: SampleRandomness | None = None
         self._collate_randomness: SampleRandomness | None = None
         if context.settings.per_sample:
@@ -100,7 +117,7 @@ class InlineProducer:
         self._randomnesses = [one for one in both if one is not None]
         self._gatherer: Gatherer | None = None
         if self._auto_collation and self._collates_by_default:
-            self._gatherer = find_gatherer(self._dataset)
+            self._gatherer = _find_gatherer(self._dataset)
         can_batch = takes_batches(self._dataset)
         self._is_plain = self._collates_by_default and self._auto_collation and not can_batch
         self._bad_policy: BadSamplePolicy | None = None
@@ -130,7 +147,7 @@ class InlineProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         self._dataset = self._context.dataset
-        get_last = find_channels_last_getter(self._dataset) if self._is_plain else None
+        get_last = _find_channels_last_getter(self._dataset) if self._is_plain else None
         self._keeps_channels_last = get_last is not None
         self._get = getter(self._dataset) if get_last is None else get_last
         self._one = one_getter(self._dataset) if get_last is None else get_last
@@ -249,6 +266,8 @@ class InlineProducer:
 
     def _load(self, index: Any) -> Any:
         if self._gatherer is not None and self._ring is not None:
+            from penstock.engine.memory.batch_layout import LayoutError
+
             with suppress(LayoutError):  # for example slices as indices, which load as usual
                 batch = self._gatherer.gather(index, self._ring)
                 self.num_taken += len(index)
@@ -291,7 +310,7 @@ class InlineProducer:
             indices = [] if self._stream is not None else list(index)
             indices = indices if len(indices) == len(samples) else []  # samples were skipped
             is_last = self._keeps_channels_last
-            return collate.default_collate(samples, indices, keeps_channels_last=is_last)
+            return default_collate(samples, indices, keeps_channels_last=is_last)
         return call_user(self._collate_fn, samples, 0, None, "collate_fn")
 
     def _load_carefully(

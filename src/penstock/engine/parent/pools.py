@@ -11,11 +11,12 @@ import atexit
 import weakref
 from array import array
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from penstock.engine.memory.messages import CONTROL_BYTES, NOTHING, control_bytes
 from penstock.engine.memory.shared_file import SharedFile
 from penstock.engine.parent.launcher import Process
+from penstock.named_tuple import NamedTuple
 
 GRACE_S = 0.5
 """How long a worker may take to finish its current sample after a stop request."""

@@ -19,9 +19,9 @@ from penstock.engine.loading.fetch import (
 from penstock.errors import BadArgument
 from penstock.options import check_count
 from penstock.order.async_randomness import AsyncRandomness
+from penstock.order.base_order import Order
 from penstock.order.dataset_generators import DatasetGenerators
 from penstock.order.sample_randomness import SampleRandomness
-from penstock.order.samplers import Order
 
 
 def replay(loader: Any, epoch: int, index: int) -> Any:

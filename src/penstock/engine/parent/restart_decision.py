@@ -21,7 +21,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
+
+from penstock.named_tuple import NamedTuple
 
 SUSPECT = 2
 """Losses at one place after which it is loaded in isolation."""

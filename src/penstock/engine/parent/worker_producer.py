@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.loading import collate
+from penstock.engine.loading.default_collate import is_default_collate
 from penstock.engine.loading.fetch import takes_batches
 from penstock.engine.memory.messages import WorkerTask
 from penstock.engine.memory.shared_file import SharedFile
@@ -219,7 +219,7 @@ class WorkerProducer:
             and self._context.settings.pool != "ray"
             and self._num_workers == self._context.settings.num_workers
             and task.auto_collation
-            and collate.is_default_collate(self._context.collate_fn)
+            and is_default_collate(self._context.collate_fn)
             and not takes_batches(self._context.dataset)
         )
 

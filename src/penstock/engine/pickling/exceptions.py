@@ -18,12 +18,13 @@ import pickle
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 
 from penstock.engine.memory import payload
 from penstock.errors import PenstockError
+from penstock.named_tuple import NamedTuple
 
 
 class ErrorReport(NamedTuple):

@@ -13,7 +13,9 @@ from __future__ import annotations
 import copyreg
 import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any
+
+from penstock.named_tuple import NamedTuple
 
 _UNKNOWN = "does not expose the path and the options that it was opened with"
 _STREAM = "is a stream that only one process can read"

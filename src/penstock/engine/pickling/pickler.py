@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing import context as mp_context
 from multiprocessing import reduction
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -42,6 +42,7 @@ from penstock.engine.pickling.reloads import count_reloads
 from penstock.engine.pickling.unpickling import InheritedFd
 from penstock.errors import CannotTravel
 from penstock.machine.host import free_memory_bytes
+from penstock.named_tuple import NamedTuple
 from penstock.order.dataset_generators import NamedGenerators
 
 if TYPE_CHECKING:

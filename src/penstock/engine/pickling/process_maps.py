@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import mmap
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from penstock.named_tuple import NamedTuple
 
 _ENTRY = r"(?m)^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)\n((?:[A-Z].*\n)*)"
 """One mapping. In smaps, it is followed by lines that start with a capital letter."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import BadArgument
+from penstock.named_tuple import NamedTuple
 
 P = ParamSpec("P")
 T = TypeVar("T")

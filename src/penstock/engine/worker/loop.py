@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.loading import collate
-from penstock.engine.loading.collate import is_default_collate
+from penstock.engine.loading.default_collate import default_collate, is_default_collate
 from penstock.engine.loading.fetch import (
     EmptyBatch,
     EndOfStream,
@@ -526,7 +526,7 @@ class WorkerLoop:
         indices = [] if self._task.is_iterable else list(lease.index)
         indices = indices if len(indices) == len(odd) else []  # samples were skipped
         with self._guard():
-            batch = collate.default_collate(odd, indices, keeps_channels_last=is_last)
+            batch = default_collate(odd, indices, keeps_channels_last=is_last)
         written = payload.write(batch, buffer)
         return "payload", written, max(needed_bytes, written.num_bytes), False
 

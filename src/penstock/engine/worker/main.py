@@ -62,7 +62,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     apply_environment(assignment.environment)
     import torch
 
-    from penstock.engine.loading import collate, slot_collate
+    from penstock.engine.loading import default_collate, slot_collate
     from penstock.engine.memory import payload
     from penstock.engine.pickling.unpickling import unpickle_objects
     from penstock.engine.worker.loop_choice import make_loop
@@ -78,7 +78,7 @@ def _make_worker(channel: Any, assignment: WorkerAssignment, fds: list[int]) -> 
     objects = unpickle_objects(assignment.objects, fds)
     payload.remember_parent_classes()
     slot_collate.install_slot_collate()
-    collate.register_collators(objects["collators"])
+    default_collate.register_collators(objects["collators"])
     use_bit_generator(objects["bit_generator"])
     number, task = assignment.worker, assignment.task
     prepare_worker(number, assignment.num_workers, task, objects)

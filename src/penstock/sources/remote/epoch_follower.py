@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, PenstockError
-from penstock.order.samplers import Order, SeededOrder
+from penstock.order.base_order import Order
+from penstock.order.samplers import SeededOrder
 from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.block_files import BlockFiles
 from penstock.sources.remote.block_layout import describe_bytes

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from penstock.engine.loading.collate import STREAM_BYTES, BatchWriter, TooSmall
-from penstock.engine.loading.collate import default_collate as collate_named
+from penstock.engine.loading.default_collate import default_collate as collate_named
 from penstock.engine.memory.batch_layout import LayoutError, view_batch
 from support.datasets import Pair, Record, assert_same, differences
 

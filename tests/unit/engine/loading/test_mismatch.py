@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate as torch_collate
 
-from penstock.engine.loading.collate import default_collate
+from penstock.engine.loading.default_collate import default_collate
 from penstock.errors import MismatchedSamples
 from support.datasets import Pair, Record, assert_same
 

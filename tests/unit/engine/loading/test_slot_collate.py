@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from penstock.engine.loading import collate, slot_collate
+from penstock.engine.loading import slot_collate
+from penstock.engine.loading.default_collate import STANDARD_COLLATORS
 from support.datasets import assert_same
 
 pytestmark = pytest.mark.legacy
@@ -24,7 +25,7 @@ def installed() -> Iterator[None]:
     slot_collate.install_slot_collate()
     yield
     torch_collate.default_collate_fn_map[torch.Tensor] = before
-    collate.STANDARD_COLLATORS[torch.Tensor] = before
+    STANDARD_COLLATORS[torch.Tensor] = before
 
 
 def collate_into(allocator: slot_collate.SlotAllocator, samples: list[Any]) -> Any:
