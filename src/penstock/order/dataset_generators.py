@@ -144,6 +144,8 @@ class DatasetGenerators:
         self.is_complete = True
         self.makes_generators = False
         """True if code that a sample can run references a generator factory."""
+        self.names_random = False
+        """True if that code references ``random``, of Python or NumPy."""
         self.reads_states = False
         """True if that code references something that copies or restores a generator's state."""
         self._known: dict[int, Any] = {}  # an id is unique only while its object is alive
@@ -158,6 +160,11 @@ class DatasetGenerators:
 
     def __bool__(self) -> bool:
         return bool(self._setters)
+
+    @property
+    def may_draw(self) -> bool:
+        """False if a sample seems to draw nothing from generators of Python and NumPy."""
+        return bool(self.found) or self.makes_generators or self.names_random
 
     def search(self) -> list[FoundGenerator]:
         """Search for generators. Returns those not found before.
@@ -188,6 +195,7 @@ class DatasetGenerators:
                 self._setters.append((one.access.seed, int.from_bytes(digest, "little")))
         self.is_complete = self.is_complete and walk.is_complete
         self.makes_generators = not _MAKERS.isdisjoint(walk.names)
+        self.names_random = "random" in walk.names
         self.reads_states = not _STATE_READERS.isdisjoint(walk.names)
         self._search_s = time.perf_counter() - started
         return new

@@ -90,6 +90,8 @@ class PythonGenerator:
 class NumpyGenerator:
     """The generator behind ``np.random.rand()``."""
 
+    is_imported = True
+
     def __init__(self, bits: Any) -> None:
         self.is_known = type(bits) is np.random.MT19937
         if self.is_known:
@@ -145,6 +147,33 @@ class NumpyGenerator:
         return [cell.value for cell in self._cells] if self.is_known else None
 
 
+class UnimportedNumpy:
+    """Stands for NumPy's generator until ``numpy.random`` is imported, which takes 10 ms.
+
+    Its import is treated like a draw, because code that imports it may draw before it is seeded.
+    """
+
+    is_imported = False
+    is_known = True
+
+    @property
+    def value(self) -> bool:
+        return "numpy.random" in sys.modules
+
+    def cells(self) -> list[Any]:
+        return [self, self]
+
+    def cached_normal(self) -> Any:
+        return None
+
+    def save(self, into: Any = None) -> Any:
+        return None, None
+
+    def restore(self, saved: Any, *, has_moved: bool | None = None) -> None:
+        if self.value:
+            np.random.seed()  # as after the import
+
+
 class TorchGenerator:
     """The generator behind ``torch.rand()`` on the CPU."""
 
@@ -198,6 +227,10 @@ def python_generator() -> PythonGenerator:
 def numpy_generator() -> NumpyGenerator:
     """Return the current generator, which ``np.random.set_bit_generator`` can replace."""
     return _numpy_generator(np.random.mtrand._rand._bit_generator)
+
+
+def numpy_generator_if_imported() -> NumpyGenerator | UnimportedNumpy:
+    return numpy_generator() if "numpy.random" in sys.modules else UnimportedNumpy()
 
 
 @functools.lru_cache(maxsize=1)
@@ -307,7 +340,7 @@ def preserved_generators() -> Iterator[None]:
     """
     import torch
 
-    python, numpy = python_generator(), numpy_generator()
+    python, numpy = python_generator(), numpy_generator_if_imported()
     python_state, numpy_state = python.save(), numpy.save()
     torch_state = torch.default_generator.get_state()
     try:
@@ -327,7 +360,7 @@ class KeptStates:
     def __init__(self) -> None:
         import torch
 
-        self._python, self._numpy = python_generator(), numpy_generator()
+        self._python, self._numpy = python_generator(), numpy_generator_if_imported()
         self._cells = *self._python.cells(), self._python.seed_cell(), *self._numpy.cells()
         self._torch, self._torch_marks = torch.default_generator, torch_generator().marks
         self._buffers = StateBuffer(), StateBuffer()
@@ -379,8 +412,9 @@ class StateReads:
             self.num_users += 1
             if self.num_users > 1:
                 return
-            if not self._readers or self._are_replaced():
-                self._readers = [_find_reader(*reader) for reader in _READERS]
+            found = [reader for reader in _READERS if reader[0] in sys.modules]
+            if len(found) != len(self._readers) or self._are_replaced():
+                self._readers = [_find_reader(*reader) for reader in found]
             for namespace, name, _, watched in self._readers:
                 namespace[name] = watched
 

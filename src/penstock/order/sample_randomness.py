@@ -4,7 +4,7 @@ Unmodified user code draws the same numbers in any worker, because the global ge
 from the sample's own key before each ``dataset[i]``:
 
     hash of (seed, epoch, position)      -> NumPy's and torch's seeds
-    Philox(key = seed, epoch), counter 78 * position -> the 624 words of Python's Mersenne Twister
+    TwisterWords (Philox) of the same    -> the 624 words of Python's Mersenne Twister
 
 Any position can be computed directly. Setting all three takes 8 microseconds, setting only torch's
 takes 2 (16-core x86-64). Datasets for which this matters rarely draw random numbers. So generators
@@ -29,8 +29,6 @@ while it draws, or stores values drawn from a global generator, is reported in `
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,7 +46,10 @@ from penstock.order.dataset_generators import (
 )
 from penstock.order.global_generators import (
     KeptStates,
+    NumpyGenerator,
+    UnimportedNumpy,
     numpy_generator,
+    numpy_generator_if_imported,
     preserved_generators,
     python_generator,
     restore_generators,
@@ -67,13 +68,10 @@ from penstock.order.keys import (
     splitmix64,
 )
 from penstock.order.rng import OUTSIDE, UNKNOWN, SampleRng, active
+from penstock.order.twister_words import TwisterWords
 
-_BLOCKS = 78
-"""Philox blocks (of four words) per position. 312 words hold Python's 624."""
 _SEED_RUN = 64
-_STATE_RUN = 16
-"""Positions computed in one call. 16 states take 40 KB, which fits in the cache."""
-_NO_STATES = np.empty((0, 4 * _BLOCKS), dtype=np.uint64)
+"""Positions computed in one call."""
 NUM_OBSERVED = 16
 """Samples that are loaded seeded before a dataset is treated as one that does not draw."""
 NUM_WATCHED_AFTER_NEW = 256
@@ -123,6 +121,8 @@ class SampleRandomness:
         init_states: The states of Python's and NumPy's generators after worker_init_fn, if it set
             them. They are restored for the first call.
         checks_repeats: Load the first sample twice if the code creates generators, and compare.
+        waits_for_numpy: Do not import ``numpy.random`` for samples that seem to draw nothing. A
+            sample that imports it is loaded again.
 
     Attributes:
         notes, warnings: For the user; see :meth:`take_messages`.
@@ -148,6 +148,7 @@ class SampleRandomness:
         keeps_first: bool = True,
         init_states: bytes | None = None,
         checks_repeats: bool = False,
+        waits_for_numpy: bool = False,
     ) -> None:
         import torch
 
@@ -157,8 +158,11 @@ class SampleRandomness:
         self._seed_torch = self._torch.manual_seed if with_torch else None
         self._torch_marks = torch_generator().marks
         self._python = python_generator()
-        self._numpy = numpy_generator()
         self._own = dataset_generators
+        waits_for_numpy = waits_for_numpy and not (self._own is not None and self._own.may_draw)
+        self._numpy: NumpyGenerator | UnimportedNumpy = (
+            numpy_generator_if_imported() if waits_for_numpy else numpy_generator()
+        )
         self._set_own = dataset_generators.set if dataset_generators else None
         self._is_first = dataset_generators is not None
         self._num_watched = NUM_OBSERVED
@@ -170,9 +174,7 @@ class SampleRandomness:
         self.warnings: list[str] = []
         self._can_peek = self._python.is_known and self._numpy.is_known
         if self._can_peek:
-            self._cells = (*self._python.cells(), *self._numpy.cells())
-            self._seen = self._peek()
-            self._callers = KeptStates()
+            self._find_cells()
         self._seen_reads = state_reads.of_globals
         self.needs_seeding = not self._can_peek or self._set_own is not None
         """True if Python's and NumPy's generators must be set for every sample."""
@@ -185,6 +187,23 @@ class SampleRandomness:
         self._cached_normals: tuple[Any, Any] | None = None
         self.begin(0)
 
+    def _find_cells(self) -> None:
+        self._cells = (*self._python.cells(), *self._numpy.cells())
+        self._seen = self._peek()
+        self._callers = KeptStates()
+
+    def _notice_numpy(self) -> bool:
+        """Return True if ``numpy.random`` was imported since this object was created."""
+        if self._numpy.is_imported or not self._numpy.value:
+            return False
+        self._numpy = numpy_generator()
+        self._can_peek = self._numpy.is_known
+        if self._can_peek:
+            self._find_cells()
+        else:
+            self.needs_seeding, self.is_torch_only, self.is_unseeded = True, False, False
+        return True
+
     def begin(self, epoch: int) -> None:
         """Switch to a different epoch."""
         self._find_late_generators()
@@ -193,8 +212,7 @@ class SampleRandomness:
         self._first_seed = 0
         self._rng.begin(self._seed, epoch)
         self._own_key = make_key(DATASET_STREAM, self._seed, epoch & MASK)
-        self._philox: Any = None
-        self._states = _NO_STATES
+        self._words = TwisterWords(self._seed, epoch)
 
     def snapshot(self, *, is_used: bool = False) -> None:
         """Record the current state of the generators. Called before each run of samples.
@@ -203,6 +221,7 @@ class SampleRandomness:
             is_used: True if other user code (a collate_fn) has drawn since, and may have left a
                 cached normal variate.
         """
+        self._notice_numpy()
         if self.needs_seeding:
             return
         if is_used:
@@ -261,20 +280,36 @@ class SampleRandomness:
             self.set_generators(position)
             if self._num_watched < NUM_OBSERVED:
                 return self._watch(function, index, position)
-            return function(index) if self.needs_seeding else self._observe(function, index)
+            return self._call_seeded(function, index, position)
         finally:
             rng.position = OUTSIDE
 
-    def _observe(self, function: Function, index: Any) -> Any:
+    def _call_seeded(self, function: Function, index: Any, position: int) -> Any:
+        return function(index) if self.needs_seeding else self._observe(function, index, position)
+
+    def _observe(self, function: Function, index: Any, position: int) -> Any:
         """Call it with generators set, and check whether it draws."""
         self._snapshot_all()
-        sample = function(index)
+        try:
+            sample = function(index)
+        except Exception:
+            if not self._notice_numpy():
+                raise
+            return self._call_after_import(function, index, position)
+        if self._notice_numpy():
+            return self._call_after_import(function, index, position)
         self.needs_seeding = not self._is_untouched()
         self._has_drawn_torch = self._has_drawn_torch or self._has_torch_moved()
         self._num_observed += 1
         self.is_torch_only = not self.needs_seeding and self._num_observed >= NUM_OBSERVED
         self.is_unseeded = self.is_torch_only and not self._has_drawn_torch
         return sample
+
+    def _call_after_import(self, function: Function, index: Any, position: int) -> Any:
+        """Load a sample that imported ``numpy.random`` again, with its generator set."""
+        self._rng.position = position
+        self.set_generators(position)
+        return self._call_seeded(function, index, position)
 
     def _call_first(self, function: Function, index: Any, position: int) -> Any:
         """Load the first sample, without setting the dataset's generators before."""
@@ -287,15 +322,16 @@ class SampleRandomness:
         self.set_generators(position)
         if self._init_states is not None:
             restore_generators(self._init_states)
-        before = self._global_states(), self._torch_marks()
+        before, had_numpy = (self._global_states(), self._torch_marks()), self._numpy.is_imported
         try:
-            sample = function(index) if self.needs_seeding else self._observe(function, index)
+            sample = self._call_seeded(function, index, position)
         except Exception:
             if not self._must_repeat(own, states, before[0]):
                 raise
             sample = self._call_again(function, index, position)
         else:
-            if self._keeps_first and self._has_drawn_since(*before):
+            has_numpy = self._numpy.is_imported is had_numpy  # its import is no draw
+            if self._keeps_first and has_numpy and self._has_drawn_since(*before):
                 self._note_changes(_KEEPS_GLOBAL_DRAWS, data, own.contents(only_data=True))
             if self._must_repeat(own, states, before[0]):
                 try:
@@ -345,11 +381,10 @@ class SampleRandomness:
 
     def _check_repeat(self, function: Function, index: Any, position: int, sample: Any) -> None:
         """Warn if loading the sample again with the same generators gives a different sample."""
+        from penstock.order.sample_bytes import bytes_of
+
         try:
-            first, second = (
-                _bytes_of(sample),
-                _bytes_of(self._call_again(function, index, position)),
-            )
+            first, second = bytes_of(sample), bytes_of(self._call_again(function, index, position))
         except Exception:
             return  # the samples cannot be compared
         if first != second:
@@ -363,7 +398,7 @@ class SampleRandomness:
         compares = bool(own) and not self._has_noted and self._num_compared < NUM_OBSERVED
         self._num_compared += compares
         before, states = own.contents() if compares else {}, own.save()
-        sample = function(index) if self.needs_seeding else self._observe(function, index)
+        sample = self._call_seeded(function, index, position)
         if compares and own.save() != states:
             self._note_changes(_KEEPS_DRAWS, before, own.contents())
         if own.makes_generators and self._keeps_first and own.search():
@@ -393,8 +428,9 @@ class SampleRandomness:
     def set_generators(self, position: int) -> None:
         """Set all generators to the state of the sample at ``position``."""
         numpy_seed, torch_seed = self._seeds_at(position)
-        self._python.write(self._state_at(position))
-        np.random.seed(numpy_seed)
+        self._python.write(self._words.at(position))
+        if self.needs_seeding or self._numpy.is_imported:
+            np.random.seed(numpy_seed)
         if self._seed_torch is not None:
             self._seed_torch(torch_seed)
         if self._set_own is not None:
@@ -450,6 +486,7 @@ class SampleRandomness:
 
         Called in the training process, whose generators are in use.
         """
+        self._notice_numpy()
         if self.is_unseeded:
             self._callers.keep()
             has_moved = False
@@ -488,6 +525,7 @@ class SampleRandomness:
             is_shared: True if other code also draws from the generators, and may have left cached
                 normals.
         """
+        self._notice_numpy()
         self._snapshot_all()
         self._cached_normals = self._get_cached_normals() if is_shared else None
         rng = self._rng
@@ -575,25 +613,6 @@ class SampleRandomness:
             self._first_seed, place = position, 0
         return self._seeds[place]
 
-    def _restart_philox(self) -> None:
-        key = np.array([self._seed, self._epoch & MASK], dtype=np.uint64)
-        self._philox = np.random.Philox(key=key, counter=0)
-        self._states = _NO_STATES
-        self._first_state = self._end_state = 0
-
-    def _state_at(self, position: int) -> Any:
-        place = position - self._first_state if len(self._states) else -1
-        if not 0 <= place < len(self._states):
-            if self._philox is None or position < self._end_state:
-                self._restart_philox()
-            if position > self._end_state:
-                self._philox.advance((position - self._end_state) * _BLOCKS)
-            words = self._philox.random_raw(_STATE_RUN * 4 * _BLOCKS)
-            self._states = words.reshape(_STATE_RUN, 4 * _BLOCKS)
-            self._first_state, place = position, 0
-            self._end_state = position + _STATE_RUN
-        return self._states[place]
-
 
 def make_randomness(
     seed: int,
@@ -606,6 +625,7 @@ def make_randomness(
     states: Mapping[str, Any] | None = None,
     names: NamedGenerators | None = None,
     init_states: bytes | None = None,
+    waits_for_numpy: bool = False,
 ) -> tuple[SampleRandomness, SampleRandomness]:
     """Return the randomness of samples, and that of batches in ``collate_fn`` (None: torch's own).
 
@@ -614,7 +634,7 @@ def make_randomness(
 
     Args:
         states, names: See :class:`DatasetGenerators`.
-        init_states: See :class:`SampleRandomness`.
+        init_states, waits_for_numpy: See :class:`SampleRandomness`.
     """
     own = DatasetGenerators(dataset, is_worker=is_worker, states=states, names=names)
     samples = SampleRandomness(
@@ -623,6 +643,7 @@ def make_randomness(
         dataset_generators=own,
         init_states=init_states,
         checks_repeats=checks_repeats,
+        waits_for_numpy=waits_for_numpy,
     )
     of_collate = None
     if collate_fn is not None:
@@ -634,6 +655,7 @@ def make_randomness(
         with_torch=with_torch,
         dataset_generators=of_collate,
         keeps_first=False,
+        waits_for_numpy=waits_for_numpy and collate_fn is None,
     )
     for generators in (own, of_collate):
         if generators is not None:
@@ -645,29 +667,6 @@ def make_randomness(
             if not generators.is_complete:
                 samples.notes.append(describe_search_limit(generators.path))
     return samples, batches
-
-
-class _ValuePickler(pickle.Pickler):
-    """Pickles equal samples to equal bytes: tensors by value, and without memoization."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.fast = True
-
-    def reducer_override(self, value: Any) -> Any:
-        import torch
-
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        data = plain.flatten().view(torch.uint8).numpy().tobytes()
-        return tuple, ((str(value.dtype), tuple(value.shape), data),)
-
-
-def _bytes_of(sample: Any) -> bytes:
-    file = io.BytesIO()
-    _ValuePickler(file).dump(sample)
-    return file.getvalue()
 
 
 def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:

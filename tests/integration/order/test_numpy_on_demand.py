@@ -41,3 +41,62 @@ def test_control_the_program_notices_an_early_import(tmp_path: Path) -> None:
     told = scripts.run("import numpy.random\n" + PROGRAM, tmp_path, PYTHONPATH=str(REPO / "src"))
     assert told.returncode == 1
     assert "AssertionError: imported" in told.stderr
+
+
+HIDDEN = """
+import sys, torch
+import numpy as np
+from penstock import DataLoader
+first = {first}
+
+class Draws:
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index < first:
+            return 0.0
+        return float(getattr(np, "".join(["ran", "dom"])).rand())  # no search of the code finds it
+
+def load(**way):
+    print(torch.cat(list(DataLoader(Draws(), batch_size=16, seed=7, **way))).tolist())
+
+assert "numpy.random" not in sys.modules
+load(num_workers=0)
+assert ("numpy.random" in sys.modules) == (first < 64)
+load(num_workers=0)
+load(num_workers=2)
+load(num_workers=2, pool="thread")
+"""
+
+
+@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
+@pytest.mark.parametrize("first", [0, 3, 20, 64], ids=["first", "observed", "unseeded", "never"])
+def test_a_sample_that_imports_it_is_loaded_again(first: int, tmp_path: Path) -> None:
+    program = HIDDEN.replace("{first}", str(first))
+    told = scripts.run(program, tmp_path, PYTHONPATH=str(REPO / "src"))
+    assert told.returncode == 0, told.stderr
+    cold, *others = told.stdout.splitlines()
+    assert others == [cold] * 3
+    assert len(set(cold.strip("[]").split(", "))) == min(65 - first, 64)
+
+
+CALLERS = """
+import sys, torch
+import numpy as np
+from penstock import DataLoader
+
+class Imports:
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        import numpy.random
+        return index
+
+list(DataLoader(Imports(), batch_size=2, seed=7))
+print(np.random.rand())
+"""
+
+
+@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
+def test_the_caller_finds_an_unseeded_generator(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(REPO / "src")}
+    told = {scripts.run(CALLERS, tmp_path, **env).stdout for _ in range(2)}
+    assert len(told) == 2

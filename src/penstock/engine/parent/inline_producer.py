@@ -112,6 +112,7 @@ class InlineProducer:
                 self._dataset,
                 None if self._collates_by_default else self._collate_fn,
                 checks_repeats=True,
+                waits_for_numpy=True,
             )
         both = self._randomness, self._collate_randomness
         self._randomnesses = [one for one in both if one is not None]
