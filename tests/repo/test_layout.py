@@ -37,7 +37,7 @@ LOADER_MODULES = """
     engine.parent.inline_producer engine.parent.iterator
     errors importing integrations.accelerate_flag loader named_tuple options user_objects
     order.base_order order.dataset_generators order.epoch_state order.global_generators order.keys
-    order.object_walk order.rng order.sample_randomness
+    order.object_walk order.rng order.sample_randomness order.twister_words
     trace.record trace.recorder
 """
 """Modules that ``from penstock import DataLoader`` imports. Every program pays for each of them,

@@ -194,7 +194,7 @@ class SampleRandomness:
 
     def _notice_numpy(self) -> bool:
         """Return True if ``numpy.random`` was imported since this object was created."""
-        if self._numpy.is_imported or not self._numpy.value:
+        if isinstance(self._numpy, NumpyGenerator) or not self._numpy.value:
             return False
         self._numpy = numpy_generator()
         self._can_peek = self._numpy.is_known
