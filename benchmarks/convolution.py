@@ -202,8 +202,8 @@ def _ways(problem: Problem, device: str) -> tuple[dict[str, int], list[dict[str,
             pairs = {"forward": "x w", "input gradient": "dy w", "weight gradient": "x dy"}
             chosen = {
                 which: (way, plan.geometry)
-                for plan in bypass._hook._plans.values()
-                for (which, *_), way in plan.chosen.items()
+                for plan in bypass._hook.runner.plans.values()
+                for which, way in plan.chosen.items()
             }
             for which, (way, g) in chosen.items():
                 a, b = (tensors[name] for name in pairs[which].split())

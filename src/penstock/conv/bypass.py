@@ -58,7 +58,7 @@ class Bypass:
         self.memory_cap_bytes = memory_cap_bytes
         self._before: Bypass | None = None
         self._hook = DispatcherHook(
-            ConvolutionRunner(memory_cap_bytes), self._is_ours, _warn_of_loss
+            ConvolutionRunner(memory_cap_bytes, self._is_ours), _warn_of_loss
         )
 
     @property

@@ -1,9 +1,10 @@
 """Computes a convolution, given the dispatcher's arguments, with one of the algorithms.
 
-Everything that depends only on shapes is computed once and kept as a :class:`ConvolutionPlan`: the
-geometry, and the memory layout of the results. Convolutions that torch computes without a
-convolution library, or rejects, have no plan (None) and are left to torch. Their results and errors
-are therefore exactly torch's own.
+Everything that depends only on shapes, strides and settings is computed once and kept as a
+:class:`ConvolutionPlan`: the geometry, the memory layout of the results, and the prepared
+algorithms. A later call only looks up its plan. Convolutions that torch computes without a
+convolution library, or rejects, have no plan and are left to torch. Their results and errors are
+therefore exactly torch's own.
 
 Results have the strides that torch predicts, because compiled code relies on them.
 ``_select_conv_backend`` returns the library that torch would have called, and
@@ -16,6 +17,7 @@ Tested by ``tests/integration/conv/test_bypass.py``.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +32,7 @@ from penstock.conv.geometry import (
     WEIGHT_GRADIENT,
     Geometry,
     Pass,
+    Prepared,
     output_size,
     transposed_size,
 )
@@ -43,9 +46,14 @@ _TYPES = frozenset(
 Arguments = tuple[Any, ...]
 """Stride, padding, dilation, transposed, output padding and groups, in the dispatcher's form."""
 
-_select_backend: Any = torch._C._select_conv_backend
+_c: Any = torch._C
+_current_device: Any = getattr(_c, "_cuda_getDevice", None)
+_select_backend: Any = _c._select_conv_backend
 _format_of: Any = getattr(torch._C, "_conv_determine_backend_memory_format", None)
 """None before torch 2, where nothing is compiled and strides need not be predicted."""
+MAX_PLANS = 4096
+"""The number of plans kept. When it is exceeded, all plans are discarded and made again."""
+_BOTH = "both gradients"
 EMPTY_BACKENDS = frozenset({"Empty", "MkldnnEmpty"})
 """Backends that torch selects for convolutions of empty tensors. No library is called."""
 
@@ -65,17 +73,21 @@ def memory_cap_from_environment() -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionPlan:
-    """The plan for calls with the same shapes and settings.
+    """The plan for calls with the same shapes, strides and settings.
 
     Args:
         kind: The probe's name for this kind of convolution.
-        chosen: The algorithms chosen so far.
+        cap_bytes: Limit for the buffers of a call.
+        chosen: The algorithm of each pass, once the choice is final.
+        prepared: The algorithms used so far, prepared for the strides of this plan.
     """
 
     geometry: Geometry
     is_transposed: bool
     kind: str
-    chosen: dict[Any, Candidate] = field(default_factory=dict, repr=False, compare=False)
+    cap_bytes: int = DEFAULT_CAPS["cpu"]
+    chosen: dict[Pass, Candidate] = field(default_factory=dict, repr=False, compare=False)
+    prepared: dict[Any, Prepared] = field(default_factory=dict, repr=False, compare=False)
 
 
 def make_plan(
@@ -181,88 +193,202 @@ def to_layout(t: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
     return t.contiguous(memory_format=kind)
 
 
+IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
+
+
 class ConvolutionRunner:
-    """Computes planned convolutions and counts the algorithms used.
+    """Computes convolutions and counts the algorithms used.
 
     Args:
         cap_bytes: Limit for the buffers of a call. None uses the default of the device.
+        is_ours: Returns False for calls to leave to torch.
     """
 
-    def __init__(self, cap_bytes: int | None = None) -> None:
+    def __init__(self, cap_bytes: int | None = None, is_ours: IsOurs = lambda *_: True) -> None:
         self.cap_bytes = cap_bytes
         self.counts: dict[str, int] = {}
+        self.plans: dict[Any, ConvolutionPlan | None] = {}
+        self._is_ours = is_ours
 
     def forward(
-        self, plan: ConvolutionPlan, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the result of ``aten::convolution``."""
-        which = INPUT_GRADIENT if plan.is_transposed else FORWARD
-        y = self._run(plan, which, x, w)
+        self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, arguments: Arguments
+    ) -> torch.Tensor | None:
+        """Return the result of ``aten::convolution``, or None to leave the call to torch."""
+        stride, padding, dilation, is_transposed, extra, groups = arguments
+        key = (
+            *(x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device),
+            None if b is None else (b.shape, b.dtype, b.device),
+            *(tuple(stride), tuple(padding), tuple(dilation), is_transposed, tuple(extra), groups),
+            *_settings(),
+        )
+        try:
+            plan = self.plans[key]
+        except KeyError:
+            with aten.library_setting:
+                plan = self._keep(key, make_plan(x, w, b, arguments), x, (FORWARD,))
+        if plan is None:
+            return None
+        y = self._run(plan, INPUT_GRADIENT if is_transposed else FORWARD, x, w)
         return y if b is None else y.add_(b.view(-1, *(1,) * plan.geometry.num_dims))
 
     def backward(
-        self,
-        plan: ConvolutionPlan,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        mask: Any,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the result of ``aten::convolution_backward``: gradients of x, w and the bias."""
+        self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, sizes: Any, rest: Arguments
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None:
+        """Return the result of ``aten::convolution_backward``, or None to leave it to torch.
+
+        Args:
+            sizes: The sizes of the bias, or None.
+            rest: The arguments of the convolution, and which gradients to compute: of x, of w and
+                of the bias.
+        """
+        stride, padding, dilation, is_transposed, extra, groups, (of_x, of_w, of_b) = rest
+        key = (
+            *(dy.shape, dy.stride(), dy.dtype, dy.device, x.shape, x.stride(), x.dtype, x.device),
+            *(w.shape, w.stride(), w.dtype, w.device, None if sizes is None else tuple(sizes)),
+            *(tuple(stride), tuple(padding), tuple(dilation), is_transposed, tuple(extra), groups),
+            *(of_x, of_w, *_settings()),
+        )
+        try:
+            plan = self.plans[key]
+        except KeyError:
+            with aten.library_setting:
+                plan = make_plan(x, w, None, rest[:6], sizes)
+                plan = plan if plan is not None and _fits(plan, dy, x) else None
+                asked = [INPUT_GRADIENT] * of_x + [WEIGHT_GRADIENT] * of_w
+                plan = self._keep(key, plan, x, asked)
+        if plan is None:
+            return None
         dx = dw = db = None
-        if mask[0] and mask[1] and self._are_aten(plan, dy):
-            dx, dw, _ = aten.backward(plan.geometry, dy, x, w, [True, True, False])
+        if _BOTH in plan.prepared:
+            dx, dw = plan.prepared[_BOTH](dy, x, w)  # type: ignore[call-arg, misc]
             self.counts[aten.NAME] = self.counts.get(aten.NAME, 0) + 2
-            last = plan.geometry.is_channels_last
-            dx, dw = (to_layout(t, channels_last=last) for t in (dx, dw))
-            mask = (False, False, mask[2])
-        if mask[0]:
-            which = FORWARD if plan.is_transposed else INPUT_GRADIENT
-            dx = self._run(plan, which, dy, w.conj() if w.is_complex() else w)
-        if mask[1]:
-            seen = x.conj() if x.is_complex() else x
-            pair = (dy, seen) if plan.is_transposed else (seen, dy)
-            dw = self._run(plan, WEIGHT_GRADIENT, *pair)
-        if mask[2]:
+        else:
+            if of_x:
+                which = FORWARD if is_transposed else INPUT_GRADIENT
+                dx = self._run(plan, which, dy, w.conj() if w.is_complex() else w)
+            if of_w:
+                x = x.conj() if x.is_complex() else x
+                dw = self._run(plan, WEIGHT_GRADIENT, *((dy, x) if is_transposed else (x, dy)))
+        if of_b:
             db = dy.sum((0, *range(2, dy.dim())))
         return dx, dw, db
 
-    def _are_aten(self, plan: ConvolutionPlan, dy: torch.Tensor) -> bool:
-        """Return True if torch's own kernels were chosen for both gradients."""
-        keys = (self._key(which, dy) for which in (INPUT_GRADIENT, WEIGHT_GRADIENT))
-        chosen = [plan.chosen.get(key) for key in keys]
-        return not plan.is_transposed and all(one and one.name == aten.NAME for one in chosen)
-
-    def _key(self, which: Pass, a: torch.Tensor) -> tuple[Pass, int, bool]:
-        cap = self.cap_bytes or DEFAULT_CAPS.get(a.device.type, DEFAULT_CAPS["cpu"])
-        return which, cap, torch.are_deterministic_algorithms_enabled()
+    def _keep(
+        self, key: Any, plan: ConvolutionPlan | None, x: torch.Tensor, passes: Sequence[Pass]
+    ) -> ConvolutionPlan | None:
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        if plan is not None:
+            cap = self.cap_bytes or DEFAULT_CAPS.get(x.device.type, DEFAULT_CAPS["cpu"])
+            plan = replace(plan, cap_bytes=cap) if self._is_ours(plan, x.dtype, passes) else None
+        self.plans[key] = plan
+        return plan
 
     def _run(
         self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
-        if a.is_cuda and a.device.index != torch.cuda.current_device():
+        if a.is_cuda and a.get_device() != _current_device():
             with torch.cuda.device(a.device):  # Triton uses the current device
                 return self._run(plan, which, a, b)
-        last = plan.geometry.is_channels_last
-        a = to_layout(a.resolve_conj(), channels_last=last)
-        if which == WEIGHT_GRADIENT:
-            b = to_layout(b.resolve_conj(), channels_last=last)
-        else:
-            b = b.resolve_conj()
-        key = self._key(which, a)
-        cap = key[1]
-        algorithm = plan.chosen.get(key)
+        algorithm = plan.chosen.get(which)
         if algorithm is None:
-            algorithm, is_final = tuning.choose(plan.geometry, which, a, b, cap)
-            if is_final:
-                plan.chosen[key] = algorithm
+            algorithm = self._choose(plan, which, a, b)
+        name = algorithm.name
         try:
-            result = algorithm.run(plan.geometry, a, b, cap)
+            run = plan.prepared.get((which, name))
+            result = run(a, b) if run else self._prepare(plan, which, algorithm, a, b)
         except Exception as error:
             if not algorithm.needs_triton or isinstance(error, _OUT_OF_MEMORY):
                 raise
             triton_launch.disable(error)
             plan.chosen.clear()
             return self._run(plan, which, a, b)
-        self.counts[algorithm.name] = self.counts.get(algorithm.name, 0) + 1
-        return to_layout(result, channels_last=last)
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return result
+
+    def _choose(
+        self, plan: ConvolutionPlan, which: Pass, a: torch.Tensor, b: torch.Tensor
+    ) -> Candidate:
+        """Choose an algorithm for tensors in the layout that algorithms take."""
+        g = plan.geometry
+        a, b = (settle(t) for settle, t in zip(_settlers(g, which, a, b), (a, b), strict=True))
+        algorithm, is_final = tuning.choose(g, which, a, b, plan.cap_bytes)
+        if is_final:
+            plan.chosen[which] = algorithm
+            pair = [plan.chosen.get(one) for one in (INPUT_GRADIENT, WEIGHT_GRADIENT)]
+            if not plan.is_transposed and all(one and one.name == aten.NAME for one in pair):
+                plan.prepared[_BOTH] = _prepare_both(g)
+        return algorithm
+
+    def _prepare(
+        self, plan: ConvolutionPlan, which: Pass, algorithm: Candidate, *pair: torch.Tensor
+    ) -> torch.Tensor:
+        """Prepare an algorithm for tensors like these, and return its result for them."""
+        g, last = plan.geometry, plan.geometry.is_channels_last
+        first, second = settlers = _settlers(g, which, *pair)
+        a, b = (settle(t) for settle, t in zip(settlers, pair, strict=True))
+        run = inner = algorithm.prepare(g, a, b, plan.cap_bytes)
+        if first is not _same or second is not _same:
+            run = lambda a, b: inner(first(a), second(b))  # noqa: E731
+        result = inner(a, b)
+        settled = to_layout(result, channels_last=last)
+        if settled.data_ptr() != result.data_ptr():
+            last_run = run
+            run = lambda a, b: to_layout(last_run(a, b), channels_last=last)  # noqa: E731
+        plan.prepared[which, algorithm.name] = run
+        return settled
+
+
+def _same(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def _settlers(
+    g: Geometry, which: Pass, a: torch.Tensor, b: torch.Tensor
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """Return functions that give tensors like these the layout that algorithms take.
+
+    Weights keep their layout.
+    """
+    last = g.is_channels_last
+
+    def settle(t: torch.Tensor) -> torch.Tensor:
+        return to_layout(t.resolve_conj(), channels_last=last)
+
+    def is_settled(t: torch.Tensor) -> bool:
+        return to_layout(t, channels_last=last).data_ptr() == t.data_ptr()
+
+    if not a.is_complex():
+        is_weight = which != WEIGHT_GRADIENT
+        return [_same if is_settled(a) else settle, _same if is_weight or is_settled(b) else settle]
+    return [settle, settle if which == WEIGHT_GRADIENT else torch.Tensor.resolve_conj]
+
+
+def _prepare_both(g: Geometry) -> Callable[..., Any]:
+    """Return torch's own kernels for both gradients, in one call."""
+    backward = aten.prepare_backward(g, [True, True, False])
+
+    def run(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        last = g.is_channels_last
+        return [to_layout(t, channels_last=last) for t in backward(dy, x, w)[:2]]
+
+    return run
+
+
+def _fits(plan: ConvolutionPlan, dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return True if ``dy`` matches the output. If not, torch raises its own error."""
+    g = plan.geometry
+    shape = (g.batch, g.in_channels, *g.in_size)
+    if not plan.is_transposed:
+        shape = (g.batch, g.out_channels, *g.out_size)
+    return tuple(dy.shape) == shape and dy.dtype == x.dtype and dy.device == x.device
+
+
+def _settings() -> tuple[bool, bool, bool]:
+    """Return the global settings that a plan depends on."""
+    with aten.library_setting:
+        return (
+            _c._get_cudnn_enabled(),
+            _c._get_mkldnn_enabled(),
+            _c._get_deterministic_algorithms(),
+        )

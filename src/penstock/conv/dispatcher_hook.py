@@ -26,18 +26,13 @@ from typing import Any
 import torch
 
 from penstock.conv.algorithms.aten import library_setting
-from penstock.conv.convolution import ConvolutionPlan, ConvolutionRunner, make_plan
-from penstock.conv.geometry import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Pass
+from penstock.conv.convolution import ConvolutionRunner
 from penstock.machine.collect import machine
 
 OPERATORS = ("convolution", "_convolution", "convolution_backward")
 KEYS = {"cpu": "CPU", "cuda": "CUDA"}
-MAX_PLANS = 4096
-"""The number of plans kept. When it is exceeded, all plans are discarded and made again."""
 CHECK_EVERY = 64
 """Number of calls between checks that the other operator still reaches the hook."""
-
-IsOurs = Callable[[ConvolutionPlan, torch.dtype, Sequence[Pass]], bool]
 
 _aten: Any = torch.ops.aten
 _c: Any = torch._C
@@ -46,7 +41,6 @@ _native_key: Any = _c.DispatchKey.CompositeExplicitAutograd
 """The key of torch's own kernels. ``OpOverload._op_dk`` calls them without going through the key
 that the hook overrides."""
 _tracing_state: Any = _c._get_tracing_state
-_NATIVE = object()
 
 
 def default_devices() -> tuple[str, ...]:
@@ -60,18 +54,14 @@ class DispatcherHook:
     """Registers Penstock's kernels for some devices, from :meth:`install` to :meth:`remove`.
 
     Args:
-        is_ours: Returns True for calls to compute here. Other calls are passed to torch.
+        runner: Computes the calls. Those that it leaves are passed to torch.
         on_loss: Called with the names of operators that another library has overridden.
     """
 
-    def __init__(
-        self, runner: ConvolutionRunner, is_ours: IsOurs, on_loss: Callable[[list[str]], None]
-    ) -> None:
+    def __init__(self, runner: ConvolutionRunner, on_loss: Callable[[list[str]], None]) -> None:
         self.runner = runner
         self.num_native = 0
-        self._is_ours = is_ours
         self._on_loss = on_loss
-        self._plans: dict[Any, Any] = {}
         self._library: Any = None
         self._devices: tuple[str, ...] = ()
         self._canary: set[str] | None = None  # operators that a canary call reached, while it runs
@@ -111,7 +101,7 @@ class DispatcherHook:
         if self._library is not None:
             _destroy(self._library)
             self._library = None
-        self._plans.clear()
+        self.runner.plans.clear()
 
     # -- the kernels -------------------------------------------------------------------------------
 
@@ -131,57 +121,29 @@ class DispatcherHook:
     def _forward(
         self, x: Any, w: Any, b: Any, arguments: tuple[Any, ...], flags: Any = None
     ) -> Any:
-        key = (
-            *(x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype),
-            None if b is None else (b.shape, b.dtype),
-            *map(_hashable, arguments),
-            *_settings(),
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            with library_setting:
-                made = make_plan(x, w, b, arguments)
-            plan = self._new_plan(key, made, x.dtype, (FORWARD,))
-        self._check_other("convolution_backward", x)
-        if plan is _NATIVE:
+        self._num_calls += 1
+        if not self._num_calls % CHECK_EVERY:
+            self._check_other("convolution_backward", x)
+        y = self.runner.forward(x, w, b, arguments)
+        if y is None:
             self.num_native += 1
             operator = _aten._convolution.default
             return operator._op_dk(_native_key, x, w, b, *arguments, *(flags or _flags()))
-        return self.runner.forward(plan, x, w, b)
+        return y
 
     def _backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
         if self._canary is not None and self._is_canary("convolution_backward"):
             return x.new_empty(0), x.new_empty(0), x.new_empty(0)
-        arguments, mask = rest[:6], rest[6]
-        key = (
-            *(dy.shape, x.shape, x.stride(), x.dtype, dy.dtype, x.device, w.shape, w.stride()),
-            *(w.dtype, None if sizes is None else tuple(sizes), *map(_hashable, arguments)),
-            *(*mask, *_settings()),
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            with library_setting:
-                made = make_plan(x, w, None, arguments, sizes)
-            if made is not None and not _fits(made, dy, x):
-                made = None
-            passes = [p for p, is_on in zip((INPUT_GRADIENT, WEIGHT_GRADIENT), mask) if is_on]  # noqa: B905 (the mask also has the bias)
-            plan = self._new_plan(key, made, x.dtype, passes)
-        self._check_other("convolution", x)
-        if plan is _NATIVE:
+        self._num_calls += 1
+        if not self._num_calls % CHECK_EVERY:
+            self._check_other("convolution", x)
+        gradients = self.runner.backward(dy, x, w, sizes, rest)
+        if gradients is None:
             self.num_native += 1
             operator = _aten.convolution_backward.default
             with library_setting:
-                return operator._op_dk(_native_key, dy, x, w, sizes, *arguments, mask)
-        return self.runner.backward(plan, dy, x, w, mask)
-
-    def _new_plan(
-        self, key: Any, plan: ConvolutionPlan | None, dtype: torch.dtype, passes: Sequence[Pass]
-    ) -> Any:
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        is_ours = plan is not None and self._is_ours(plan, dtype, passes)
-        self._plans[key] = found = plan if is_ours else _NATIVE
-        return found
+                return operator._op_dk(_native_key, dy, x, w, sizes, *rest)
+        return gradients
 
     # -- canary calls ------------------------------------------------------------------------------
 
@@ -225,9 +187,8 @@ class DispatcherHook:
         return name in canary
 
     def _check_other(self, name: str, x: torch.Tensor) -> None:
-        """Check every :data:`CHECK_EVERY` calls that the other operator still reaches this hook."""
-        self._num_calls += 1
-        if self._num_calls % CHECK_EVERY or name in self._lost:
+        """Check that the other operator still reaches this hook."""
+        if name in self._lost:
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # the graph would record the tiny call
@@ -238,29 +199,12 @@ class DispatcherHook:
             self._on_loss([f"aten::{name} ({x.device.type})"])
 
 
-def _fits(plan: ConvolutionPlan, dy: torch.Tensor, x: torch.Tensor) -> bool:
-    """Return True if ``dy`` matches the output. If not, torch raises its own error."""
-    g = plan.geometry
-    shape = (g.batch, g.in_channels, *g.in_size)
-    if not plan.is_transposed:
-        shape = (g.batch, g.out_channels, *g.out_size)
-    return tuple(dy.shape) == shape and dy.dtype == x.dtype and dy.device == x.device
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _settings() -> tuple[bool, bool]:
-    """Return the global settings that torch's choice of a library depends on."""
-    with library_setting:
-        return _c._get_cudnn_enabled(), _c._get_mkldnn_enabled()
-
-
 def _flags() -> tuple[bool, bool, bool, bool]:
     """Return the flags that ``aten::convolution`` passes to ``aten::_convolution``."""
     is_fixed = _c._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled()
-    return (_c._get_cudnn_benchmark(), is_fixed, _settings()[0], _c._get_cudnn_allow_tf32())
+    with library_setting:
+        is_on = _c._get_cudnn_enabled()
+    return (_c._get_cudnn_benchmark(), is_fixed, is_on, _c._get_cudnn_allow_tf32())
 
 
 def _destroy(library: Any) -> None:

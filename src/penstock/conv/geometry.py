@@ -30,6 +30,10 @@ Sizes = tuple[int, ...]
 Run = Callable[["Geometry", torch.Tensor, torch.Tensor, int], torch.Tensor]
 """One pass of an algorithm. Takes the geometry, two tensors (x, w; dy, w; or x, dy), and the memory
 cap in bytes."""
+Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The same for one geometry and cap, and for two tensors with known dtype, device and strides."""
+Prepare = Callable[["Geometry", torch.Tensor, torch.Tensor, int], Prepared]
+"""Prepares a pass for tensors like the given ones, which are not kept."""
 MakeResult = Callable[[torch.Tensor], torch.Tensor]
 """Allocates a result on the device of a tensor."""
 
@@ -153,6 +157,17 @@ def empty(g: Geometry, channels: int, size: Sizes, dtype: torch.dtype) -> MakeRe
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
     return make
+
+
+def dense(
+    g: Geometry, t: torch.Tensor, channels: int, size: Sizes
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function for tensors like ``t``, which copies them if they lack the layout."""
+    ordered = t.movedim(1, -1) if g.is_channels_last else t
+    if ordered.is_contiguous():
+        return lambda t: t
+    make = empty(g, channels, size, t.dtype)
+    return lambda t: make(t).copy_(t)
 
 
 def sum_dtype(t: torch.Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.conv.bypass import bypass_convolutions
-from penstock.conv.convolution import ConvolutionRunner, make_plan
+from penstock.conv.convolution import ConvolutionRunner
 from penstock.errors import BadArgument
 
 LAYERS: tuple[type[nn.Module], ...] = (
@@ -32,10 +32,10 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: Any, arguments: Any) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.arguments, ctx.bias = arguments, None if b is None else list(b.shape)
-        plan = make_plan(x, w, b, arguments)
-        if plan is None:  # empty, or not supported here
+        y = _runner.forward(x, w, b, arguments)
+        if y is None:  # empty, or not supported here
             return torch.convolution(x, w, b, *arguments)
-        return _runner.forward(plan, x, w, b)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -51,12 +51,12 @@ class _Backward(torch.autograd.Function):
     ) -> tuple[Any, Any, Any]:
         ctx.save_for_backward(dy, x, w)
         ctx.arguments = arguments
-        plan = make_plan(x, w, None, arguments, bias)
-        if plan is None:
+        found = _runner.backward(dy, x, w, bias, (*arguments, mask))
+        if found is None:
             aten: Any = torch.ops.aten
             dx, dw, db = aten.convolution_backward(dy, x, w, bias, *arguments, mask)
             return dx, dw, db
-        return _runner.backward(plan, dy, x, w, mask)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -168,10 +168,11 @@ def test_the_hook_costs_less_than_the_smallest_algorithm() -> None:
     ours = alone = float("inf")
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
         torch.convolution(x, w, *arguments)
-        plan = next(iter(bypass._hook._plans.values()))
+        plan = next(iter(bypass._hook.runner.plans.values()))
+        algorithm = pointwise.prepare_forward(plan.geometry, x, w, 1 << 20)
         for _ in range(50):  # alternate, so that both are timed under the same machine load
             ours = min(ours, cost_us(lambda: torch.convolution(x, w, *arguments)))
-            alone = min(alone, cost_us(lambda: pointwise.forward(plan.geometry, x, w, 1 << 20)))
+            alone = min(alone, cost_us(lambda: algorithm(x, w)))
     print(f"through the hook {ours:.1f} us, the algorithm alone {alone:.1f} us")
     assert ours < 2 * alone  # typically 27 us and 20 us; once 63 us and 38 us
 
@@ -223,32 +224,33 @@ def test_torch_s_own_kernels_leave_the_library_switched_on() -> None:
 
     case = conv_cases.CASES[0]
     g, exact = case.geometry(is_channels_last=False), conv_cases.exact(case, torch.float32, "cuda")
-    found = aten.run(g, exact.dy, exact.w, 0, "input gradient")
+    run = aten.prepare(g, exact.dy, exact.w, 0, "input gradient")
+    found = run(exact.dy, exact.w)
     assert (
         conv_cases.distance(found, exact.results["input gradient"], exact.scales["input gradient"])
         < 1e-5
     )
     assert torch.backends.cudnn.enabled
     with pytest.raises(RuntimeError):
-        aten.run(g, exact.dy[:, :1], exact.w, 0, "input gradient")
+        run(exact.dy[:, :1], exact.w)
     assert torch.backends.cudnn.enabled
 
 
 def test_torch_s_own_kernels_are_not_timed_if_they_are_wrong() -> None:
     from penstock.conv import tuning
-    from penstock.conv.algorithms.candidates import Candidate, candidates
+    from penstock.conv.algorithms.candidates import Candidate, candidates, unprepared
     from support import conv_cases
 
     case = conv_cases.CASES[0]
     g, exact = case.geometry(is_channels_last=False), conv_cases.exact(case, torch.float32, "cuda")
     ways = candidates(g, "forward", torch.float32, "cuda")
     right = next(way for way in ways if way.name == "columns")
-    wrong = Candidate("aten", lambda *given: right.run(*given).roll(1, -1))
+    wrong = Candidate("aten", unprepared(lambda *given: right.run(*given).roll(1, -1)))
     given = (g, exact.x, exact.w, 1 << 20)
     trial = tuning.Trial([wrong], right)
     tuning._time(trial, wrong, *given)
     assert trial.best is right
-    tuning._time(trial, Candidate("aten", right.run), *given)
+    tuning._time(trial, Candidate("aten", right.prepare), *given)
     assert trial.best.name == "aten"
     assert tuning._agrees(right, right, *given)
     assert not tuning._agrees(wrong, right, *given)

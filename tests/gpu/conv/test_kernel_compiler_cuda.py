@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.conv import bypass_convolutions, kernel_compiler, tuning
-from penstock.conv.algorithms import implicit_gemm, triton_launch
+from penstock.conv.algorithms import triton_launch
 from penstock.conv.algorithms.candidates import candidates
 from support import conv_cases
 
@@ -36,7 +36,6 @@ def empty_caches(tmp_path: Path, monkeypatch: Any) -> Any:
 @pytest.mark.usefixtures("empty_caches")
 def test_a_kernel_compiled_in_a_child_is_loaded_here(tmp_path: Path) -> None:
     triton_launch.kernels().gather_gemm.device_caches.clear()  # earlier tests may have compiled it
-    implicit_gemm._prepare_forward.cache_clear()
     case = conv_cases.Case(name="", channels=48, outputs=80, size=(9, 11))
     g, exact = case.geometry(is_channels_last=True), conv_cases.exact(case, torch.float32, "cuda")
     ways = candidates(g, "forward", torch.float32, "cuda")
@@ -67,7 +66,7 @@ def test_a_shape_is_measured_between_its_first_calls() -> None:
     with bypass_convolutions("on", devices=("cuda",)) as bypass:
         layer(x).sum().backward()
         assert tuning.num_unfinished() == 3
-        plans = [plan for plan in bypass._hook._plans.values() if plan.chosen]
+        plans = [plan for plan in bypass._hook.runner.plans.values() if plan.chosen]
         assert plans == []  # no choice is final yet
         deadline_s = time.monotonic() + 240
         while tuning.num_unfinished():
@@ -75,7 +74,7 @@ def test_a_shape_is_measured_between_its_first_calls() -> None:
             layer(x).sum().backward()
         spent_s, elapsed_s = tuning._spent_s, time.perf_counter() - tuning._started_s
         layer(x).sum().backward()
-        assert {len(plan.chosen) for plan in bypass._hook._plans.values()} == {1, 2}
+        assert {len(plan.chosen) for plan in bypass._hook.runner.plans.values()} == {1, 2}
     assert spent_s <= tuning.CREDIT_S + tuning.SHARE * elapsed_s + 1.0  # one measurement too many
 
 

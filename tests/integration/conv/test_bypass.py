@@ -317,10 +317,11 @@ def test_the_hook_adds_few_calls_to_those_of_the_algorithm(monkeypatch: pytest.M
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
         torch.convolution(x, w, *arguments)
-        (plan,) = bypass._hook._plans.values()
-        alone = count_calls(lambda: pointwise.forward(plan.geometry, x, w, 1 << 20))
+        (plan,) = bypass._hook.runner.plans.values()
+        algorithm = pointwise.prepare_forward(plan.geometry, x, w, 1 << 20)
+        alone = count_calls(lambda: algorithm(x, w))
         assert count_calls(lambda: torch.convolution(x, w, *arguments)) - alone <= 40
-        monkeypatch.setattr(bypass._hook, "_plans", Forgetful())
+        monkeypatch.setattr(bypass._hook.runner, "plans", Forgetful())
         assert count_calls(lambda: torch.convolution(x, w, *arguments)) - alone > 80  # a new plan
 
 

@@ -17,11 +17,12 @@ Tested by ``tests/gpu/conv/test_conv_algorithms_cuda.py``.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from penstock.conv.geometry import FORWARD, WEIGHT_GRADIENT, Geometry, Pass
+from penstock.conv.geometry import FORWARD, WEIGHT_GRADIENT, Geometry, Pass, Prepared
 
 NAME = "aten"
 _aten: Any = torch.ops.aten
@@ -39,34 +40,37 @@ def can(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
     return g.is_depthwise or (g.groups == 1 and not (is_half and which == WEIGHT_GRADIENT))
 
 
-def run(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, which: Pass) -> torch.Tensor:
+def prepare(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, which: Pass) -> Prepared:
     """Compute one pass, with the library off."""
     if which == FORWARD:
-        forward = _aten._convolution.default
-        return forward._op_dk(  # type: ignore[no-any-return]
-            _native_key, a, b, None, *_arguments(g), False, True, False, False
-        )
+        forward, given = _aten._convolution.default._op_dk, (None, *_arguments(g), *_FLAGS)
+        return lambda x, w: forward(_native_key, x, w, *given)
+    both = prepare_backward(g, [which != WEIGHT_GRADIENT, which == WEIGHT_GRADIENT, False])
     if which == WEIGHT_GRADIENT:
-        w = a.new_empty((g.out_channels, g.group_in, *g.kernel))
-        return backward(g, b, a, w, [False, True, False])[1]
-    x = a.new_empty((g.batch, g.in_channels, *g.in_size))
-    return backward(g, a, x, b, [True, False, False])[0]
+        weights = (g.out_channels, g.group_in, *g.kernel)
+        return lambda x, dy: both(dy, x, x.new_empty(weights))[1]
+    inputs = (g.batch, g.in_channels, *g.in_size)
+    return lambda dy, w: both(dy, dy.new_empty(inputs), w)[0]
 
 
-def backward(
-    g: Geometry, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, mask: list[bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of x, w and a bias that the mask selects, in one call."""
-    operator = _aten.convolution_backward.default
-    with library_setting:
-        was_on = _c._get_cudnn_enabled()
-        _c._set_cudnn_enabled(False)
-        try:
-            return operator._op_dk(  # type: ignore[no-any-return]
-                _native_key, dy, x, w, None, *_arguments(g), mask
-            )
-        finally:
-            _c._set_cudnn_enabled(was_on)
+def prepare_backward(g: Geometry, mask: list[bool]) -> Callable[..., Any]:
+    """Return a function of dy, x and w for the gradients of x, w and a bias, in one call."""
+    backward, given = _aten.convolution_backward.default._op_dk, (None, *_arguments(g), mask)
+
+    def run(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> Any:
+        with library_setting:
+            was_on = _c._get_cudnn_enabled()
+            _c._set_cudnn_enabled(False)
+            try:
+                return backward(_native_key, dy, x, w, *given)
+            finally:
+                _c._set_cudnn_enabled(was_on)
+
+    return run
+
+
+_FLAGS = (False, True, False, False)
+"""Arguments of ``aten::_convolution``: benchmark, deterministic, library enabled, TF32."""
 
 
 def _arguments(g: Geometry) -> tuple[Any, ...]:

@@ -2,12 +2,11 @@
 
 On the CPU, and wherever nothing can be measured, the first candidate is used. Elsewhere
 :mod:`penstock.conv.tuning` times the candidates. All algorithms take the same arguments; see
-:data:`penstock.conv.geometry.Run`.
+:data:`penstock.conv.geometry.Prepare`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,8 +30,11 @@ from penstock.conv.geometry import (
     WEIGHT_GRADIENT,
     Geometry,
     Pass,
+    Prepare,
+    Prepared,
     Run,
     samples_under,
+    sum_dtype,
 )
 
 MIN_WINOGRAD_CHANNELS = 32
@@ -57,8 +59,17 @@ class Candidate:
     """
 
     name: str
-    run: Run
+    prepare: Prepare
     needs_triton: bool = False
+
+    def run(self, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+        """Prepare and compute the pass once."""
+        return self.prepare(g, a, b, cap_bytes)(a, b)
+
+
+def unprepared(run: Run) -> Prepare:
+    """Return the preparation of an algorithm that has nothing to prepare."""
+    return lambda g, _a, _b, cap_bytes: lambda a, b: run(g, a, b, cap_bytes)
 
 
 def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> list[Candidate]:
@@ -81,17 +92,20 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         found += _depthwise(g, which, dtype, device, has_triton=has_triton)
     if g.is_pointwise and g.groups == 1:
         found.append(Candidate("1x1 product", _POINTWISE[which]))
-    is_folded = which == INPUT_GRADIENT and not g.is_depthwise
-    folded = [Candidate("columns, folded", col2im.input_gradient)] if is_folded else []
+    is_folded = which == INPUT_GRADIENT and col2im.can(g)
+    folded = [Candidate("columns, folded", unprepared(col2im.input_gradient))] * is_folded
     if is_folded and FOLD_BELOW * g.group_in <= g.group_out:
         if has_triton and col2im.can_triton(g, dtype):
-            run: Run = col2im.triton_input_gradient
+            run = col2im.prepare_input_gradient
             found.append(Candidate("folded product", run, needs_triton=True))
         found += folded
         folded = []
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
     by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
-    by_columns = [] if g.is_depthwise and device == "cuda" else [_COLUMNS[which]]
+    name = "columns by phases" if which == INPUT_GRADIENT else "columns"
+    by_columns = [Candidate(name, unprepared(_COLUMNS[which]))]
+    if g.is_depthwise and device == "cuda":
+        by_columns = []
     if has_triton and im2col.can_triton(g, which, dtype):
         by_columns.insert(0, Candidate("gathered columns", _GATHERED[which], needs_triton=True))
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -104,7 +118,7 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
     if device == "cuda":
         found += [*folded, *_in_channels_last(g, which, dtype, has_triton=has_triton)]
         if not g.is_depthwise and aten.can(g, which, dtype):
-            found.append(Candidate(aten.NAME, partial(aten.run, which=which)))
+            found.append(Candidate(aten.NAME, partial(aten.prepare, which=which)))
     return found
 
 
@@ -118,60 +132,43 @@ def _has_tiles(g: Geometry) -> bool:
 # -- each algorithm --------------------------------------------------------------------------------
 
 
-def _by_pass(forward: Any, input_gradient: Any, weight_gradient: Any) -> dict[Pass, Any]:
-    return dict(zip(PASSES, (forward, input_gradient, weight_gradient), strict=True))
-
-
 def _phases_by_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
     return phases.input_gradient(g, a, b, lambda g, a, b: im2col.forward(g, a, b, cap))
 
 
-_COLUMNS: dict[Pass, Candidate] = _by_pass(
-    Candidate("columns", im2col.forward),
-    Candidate("columns by phases", _phases_by_columns),
-    Candidate("columns", im2col.weight_gradient),
+def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
+    """Return the three passes of a module."""
+    names = ("forward", "input_gradient", "weight_gradient")
+    return {
+        which: getattr(module, prefix + name) for which, name in zip(PASSES, names, strict=True)
+    }
+
+
+_COLUMNS: dict[Pass, Run] = dict(
+    zip(PASSES, (im2col.forward, _phases_by_columns, im2col.weight_gradient), strict=True)
 )
-_GATHERED: dict[Pass, Run] = _by_pass(
-    im2col.triton_forward, im2col.triton_input_gradient, im2col.triton_weight_gradient
+_WINOGRAD: dict[Pass, Run] = _passes(winograd, "")
+_SHIFTS: dict[Pass, Run] = _passes(depthwise, "")
+_GATHERED, _POINTWISE, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
+    _passes, (im2col, pointwise, winograd, implicit_gemm, depthwise)
 )
-_POINTWISE: dict[Pass, Run] = _by_pass(
-    pointwise.forward, pointwise.input_gradient, pointwise.weight_gradient
-)
-_WINOGRAD: dict[Pass, Run] = _by_pass(
-    winograd.forward, winograd.input_gradient, winograd.weight_gradient
-)
-_WINOGRAD_TRITON: dict[Pass, Run] = _by_pass(
-    winograd.triton_forward, winograd.triton_input_gradient, winograd.triton_weight_gradient
-)
-_IMPLICIT: dict[Pass, Callable[..., torch.Tensor]] = _by_pass(
-    implicit_gemm.forward, implicit_gemm.input_gradient, implicit_gemm.weight_gradient
-)
-_MERGED: dict[Pass, Run] = _by_pass(
-    implicit_gemm.merged_forward,
-    implicit_gemm.merged_input_gradient,
-    implicit_gemm.merged_weight_gradient,
-)
-_SHIFTS: dict[Pass, Run] = _by_pass(
-    depthwise.forward, depthwise.input_gradient, depthwise.weight_gradient
-)
-_DEPTHWISE_TRITON: dict[Pass, Run] = _by_pass(
-    depthwise.triton_forward, depthwise.triton_input_gradient, depthwise.triton_weight_gradient
-)
+_MERGED = _passes(implicit_gemm, "prepare_merged_")
 
 
 def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool) -> list[Candidate]:
-    if min(g.in_channels, g.out_channels) < MIN_WINOGRAD_CHANNELS or dtype.is_complex:
+    is_wide = min(g.in_channels, g.out_channels) >= MIN_WINOGRAD_CHANNELS
+    if not is_wide or dtype not in (torch.float32, torch.float64):
         return []
     if not (winograd.can_input_gradient if which == INPUT_GRADIENT else winograd.can)(g):
         return []
-    found = [Candidate("winograd", _WINOGRAD[which])]
+    found = [Candidate("winograd", unprepared(_WINOGRAD[which]))]
     if has_triton and winograd.can_triton(g, dtype):
         found.insert(0, Candidate("winograd, fused", _WINOGRAD_TRITON[which], needs_triton=True))
     return found
 
 
 def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
-    if not implicit_gemm.can(g, dtype):
+    if not implicit_gemm.can(g, dtype, which):
         return []
     tiles = {"implicit product, wide": implicit_gemm.WIDE, "implicit product": implicit_gemm.NARROW}
     found = [
@@ -190,8 +187,8 @@ def _depthwise(
     if has_triton and depthwise.can_triton(g, dtype):
         found.append(Candidate("depthwise lanes", _DEPTHWISE_TRITON[which], needs_triton=True))
     if device == "cuda" and aten.can(g, which, dtype):
-        found.append(Candidate(aten.NAME, partial(aten.run, which=which)))
-    found.append(Candidate("shifts", partial(_shifts, which=which)))
+        found.append(Candidate(aten.NAME, partial(aten.prepare, which=which)))
+    found.append(Candidate("shifts", unprepared(partial(_shifts, which=which))))
     return found
 
 
@@ -213,52 +210,74 @@ def _in_channels_last(
     g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool
 ) -> list[Candidate]:
     """Return algorithms that first copy contiguous tensors to channels_last. Some are faster."""
-    if g.num_dims == 1 or g.is_channels_last:
+    if g.is_channels_last or g.is_depthwise:
         return []
-    by_triton = has_triton and which == WEIGHT_GRADIENT
-    found: list[tuple[str, Run, bool]] = []
-    if g.is_depthwise:
-        if by_triton and depthwise.can_triton(g, dtype):
-            found.append(("depthwise lanes", depthwise.triton_weight_gradient, True))
-    else:
-        if by_triton and implicit_gemm.can(g, dtype):
-            found.append(("implicit product", implicit_gemm.weight_gradient, True))
-        found.append(("columns", _COLUMNS[which].run, False))
-        if has_triton and im2col.can_triton(replace(g, is_channels_last=True), which, dtype):
-            found.append(("gathered columns", _GATHERED[which], True))
+    turned = replace(g, is_channels_last=True)
+    found: list[tuple[str, Prepare, bool]] = []
+    if has_triton and which == WEIGHT_GRADIENT and implicit_gemm.can(g, dtype):
+        found.append(("implicit product", implicit_gemm.prepare_weight_gradient, True))
+    found.append(("columns", unprepared(_COLUMNS[which]), False))
+    if has_triton and im2col.can_triton(turned, which, dtype):
+        found.append(("gathered columns", _GATHERED[which], True))
+    copies_itself = any(g.padding) and which != INPUT_GRADIENT
     return [
-        Candidate(f"{name}, channels turned", partial(_turned, way=run, which=which), needs_triton)
-        for name, run, needs_triton in found
+        Candidate(
+            f"{name}, channels turned",
+            partial(
+                _prepare_turned,
+                way=way,
+                which=which,
+                is_copied=needs_triton or not copies_itself,
+            ),
+            needs_triton,
+        )
+        for name, way, needs_triton in found
     ]
 
 
-def _turned(
-    g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int, way: Run, which: Pass
-) -> torch.Tensor:
-    """Run an algorithm on channels_last copies of the tensors.
+def _prepare_turned(
+    g: Geometry,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    cap: int,
+    way: Prepare,
+    which: Pass,
+    is_copied: bool,
+) -> Prepared:
+    """Prepare an algorithm for channels_last copies of the tensors.
 
     The copies stay under the memory cap, or hold one sample if a sample is larger than the cap.
     Chunks are summed in float32.
+
+    Args:
+        is_copied: False if the algorithm copies its input in any case, to pad it.
     """
     is_weight = which == WEIGHT_GRADIENT
     sample_bytes = (a[0].numel() + (b[0].numel() if is_weight else 0)) * a.element_size()
     step = samples_under(cap, sample_bytes, g.batch)
-    parts: list[torch.Tensor] = []
-    total: torch.Tensor | None = None
-    for start in range(0, g.batch, step):
-        chunk = slice(start, start + step)
-        left, right = a[chunk], b[chunk] if is_weight else b
-        kind = torch.channels_last if g.num_dims == 2 else torch.channels_last_3d
-        if not (way is im2col.forward or way is im2col.weight_gradient) or not any(g.padding):
-            left = left.contiguous(memory_format=kind)
-            right = right.contiguous(memory_format=kind) if is_weight else b
-        part = way(replace(g, is_channels_last=True, batch=len(left)), left, right, cap)
+
+    def turn(t: torch.Tensor) -> torch.Tensor:
+        return t.movedim(1, -1).contiguous().movedim(-1, 1) if is_copied else t
+
+    def prepare(num: int) -> Prepared:
+        chunk = replace(g, is_channels_last=True, batch=num)
+        left, right = turn(a[:num]), turn(b[:num]) if is_weight else b
+        run = way(chunk, left, right, cap)
+        return (lambda a, b: run(turn(a), turn(b))) if is_weight else lambda a, b: run(turn(a), b)
+
+    kinds = {num: prepare(num) for num in {step, g.batch % step or step}}
+    if step == g.batch:
+        return kinds[step]
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        lefts = a.split(step)
+        rights = b.split(step) if is_weight else [b] * len(lefts)
+        parts = (kinds[len(x)](x, y) for x, y in zip(lefts, rights, strict=True))
         if not is_weight:
-            parts.append(part)
-        elif total is None:
-            total = part.float() if step < g.batch and part.element_size() == 2 else part
-        else:
+            return torch.cat([*parts])
+        total = next(parts).to(sum_dtype(a))
+        for part in parts:
             total += part
-    if total is not None:
         return total.to(a.dtype)
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    return run

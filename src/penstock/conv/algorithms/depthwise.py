@@ -13,22 +13,22 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from math import prod
 
 import torch
 
-from penstock.conv.algorithms.implicit_gemm import MAX_PARTIAL_BYTES, Prepared, Split, Strides
+from penstock.conv.algorithms.implicit_gemm import MAX_PARTIAL_BYTES, Split
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
-from penstock.conv.algorithms.triton_launch import Launch, four, power, two
-from penstock.conv.geometry import Geometry, Sizes, empty, sum_dtype
+from penstock.conv.algorithms.triton_launch import Launch, four, two
+from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, sum_dtype
 
 BLOCK = 256
 TILE = 2048
 """Elements in a tile of positions and channels."""
-CELLS = 4096
-"""Number of sums held by one program of a weight gradient."""
+CELLS = {True: 8192, False: 2048}
+"""Elements of ``dy`` that a program of a weight gradient holds at a time, in channels_last layout
+and otherwise: the best of three on an H200, for three layers."""
 
 # -- shifts ----------------------------------------------------------------------------------------
 
@@ -107,92 +107,90 @@ def _fitting(channels: int) -> int:
     return min((64, 32, 16), key=lambda block: (-(-channels // block) * block, -block))
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare_lanes(
-    g: Geometry, dtype: torch.dtype, device: torch.device, seen: Strides, is_forward: bool
-) -> Prepared:
+def _unit(g: Geometry, *strides: tuple[int, ...]) -> int:
+    """Return 8 if channels and strides, without those of the channels, are multiples of it."""
+    steps = (step for n, _, h, w in map(four, strides) for step in (n, h, w))
+    return 8 if g.is_channels_last and not any(n % 8 for n in (g.in_channels, *steps)) else 1
+
+
+def _prepare_lanes(g: Geometry, a: torch.Tensor, *, is_forward: bool) -> Prepared:
     from penstock.conv.algorithms import depthwise_kernels
 
     size, other = (g.out_size, g.in_size) if is_forward else (g.in_size, g.out_size)
-    make = empty(g, g.in_channels, size, dtype)
+    make = empty(g, g.in_channels, size, a.dtype)
     num = g.batch * g.in_channels * prod(size)
     high, wide = two(g.kernel, 1)
-    shapes = (g.in_channels, *two(size, 1), *two(other, 1), *_steps(g))
-    strides = (*four(seen), *four(g.strides(g.in_channels, size)))
-    taps = {"R": high, "S": wide}
+    shapes = (*two(size, 1), *two(other, 1), *_steps(g))
+    constants = {"R": high, "S": wide, "IS_FORWARD": is_forward}
+    settle = dense(g, a, g.in_channels, other)
+    strides = [four(g.strides(g.in_channels, each)) for each in (other, size)]
     if g.is_channels_last:
         rows, block_c = num // g.in_channels, _fitting(g.in_channels)
-        block_m = TILE // block_c
+        block_m, unit = TILE // block_c, _unit(g, *strides)
+        steps = (step // unit for n, _, h, w in strides for step in (n, h, w))
         launch = Launch(
             depthwise_kernels.depthwise_tile,
             (-(-rows // block_m), -(-g.in_channels // block_c)),
-            (rows, *shapes, *strides),
-            {**taps, "IS_FORWARD": is_forward, "BLOCK_M": block_m, "BLOCK_C": block_c},
+            (rows, g.in_channels // unit, *shapes, *steps),
+            {**constants, "BLOCK_M": block_m, "BLOCK_C": block_c, "UNIT": unit},
         )
     else:
         launch = Launch(
             depthwise_kernels.depthwise_lanes,
             (-(-num // BLOCK),),
-            (num, *shapes, *strides),
-            {**taps, "IS_FORWARD": is_forward, "BLOCK": BLOCK},
+            (num, g.in_channels, *shapes, *strides[0], *strides[1]),
+            {**constants, "BLOCK": BLOCK},
         )
+    flat, is_last = (g.in_channels, g.num_taps), g.is_channels_last
 
     def run(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         result = make(a)
-        launch(a, w.contiguous(), result)
+        taps = w.reshape(flat).t() if is_last else w
+        launch(settle(a), taps.contiguous(), result)
         return result
 
     return run
 
 
-def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``y``, one lane for each element."""
-    return _prepare_lanes(g, x.dtype, x.device, x.stride(), is_forward=True)(x, w)
+    return _prepare_lanes(g, x, is_forward=True)
 
 
-def triton_input_gradient(
+def prepare_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """Compute ``dx``, one lane for each element."""
-    return _prepare_lanes(g, dy.dtype, dy.device, dy.stride(), is_forward=False)(dy, w)
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepare_weight_gradient(
-    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, dy: Strides
 ) -> Prepared:
+    """Compute ``dx``, one lane for each element."""
+    return _prepare_lanes(g, dy, is_forward=False)
+
+
+def prepare_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> Prepared:
+    """Compute ``dw`` for parts of the positions, and sum the parts."""
     from penstock.conv.algorithms import depthwise_kernels
 
-    high, wide = two(g.kernel, 1)
-    rows, taps = g.batch * g.num_positions, power(wide)
-    cells = max(64, CELLS // taps)
+    rows, unit = g.batch * g.num_positions, _unit(g, x.stride(), dy.stride())
     block_c = min(32, _fitting(g.in_channels)) if g.is_channels_last else 1
-    block_m = max(1, cells // block_c)
-    blocks = -(-g.in_channels // block_c)
-    split = Split.of(
-        rows, blocks * high, block_m, 4 * g.in_channels * g.num_taps, MAX_PARTIAL_BYTES
-    )
+    block_m = CELLS[g.is_channels_last] // block_c
+    bytes_each = 4 * g.in_channels * g.num_taps
+    split = Split.of_blocks(rows, block_m, bytes_each, min(cap_bytes, MAX_PARTIAL_BYTES))
+    x_n, x_c, x_h, x_w = four(x.stride())
+    y_n, y_c, y_h, y_w = four(dy.stride())
     launch = Launch(
         depthwise_kernels.depthwise_weight_gradient,
-        (blocks, split.num, high),
+        (-(-g.in_channels // block_c), split.num),
         (
-            *(rows, split.size, g.in_channels, *two(g.out_size, 1), *two(g.in_size, 1)),
-            *(*_steps(g), *four(x), *four(dy)),
+            *(rows, split.size, g.in_channels // unit, *two(g.out_size, 1), *two(g.in_size, 1)),
+            *(*_steps(g), x_n // unit, x_c, x_h // unit, x_w // unit),
+            *(y_n // unit, y_c, y_h // unit, y_w // unit),
         ),
         {
-            "S": wide,
+            "S": two(g.kernel, 1)[1],
             "NUM_TAPS": g.num_taps,
-            "TAPS": taps,
             "BLOCK_M": block_m,
             "BLOCK_C": block_c,
+            "UNIT": unit,
         },
-        num_warps=4,
     )
-    return split.prepare(launch, g, dtype)
-
-
-def triton_weight_gradient(
-    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """Compute ``dw`` for parts of the positions, with all taps of a row together; sum the parts."""
-    return _prepare_weight_gradient(g, x.dtype, x.device, x.stride(), dy.stride())(x, dy)
+    return split.prepare(launch, g, x.dtype)

@@ -59,25 +59,27 @@ def depthwise_tile(
     x, w, y,
     num_rows, channels, out_h, out_w, in_h, in_w,
     stride_h, stride_w, step_h, step_w, pad_h, pad_w,
-    x_n, x_c, x_h, x_w,
-    y_n, y_c, y_h, y_w,
+    x_n, x_h, x_w,
+    y_n, y_h, y_w,
     R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of positions and channels of ``y``, in channels_last layout.
 
-    Neighboring channels are read and written together. Without IS_FORWARD, ``y`` is the input
-    gradient and ``x`` the output gradient.
+    Neighboring channels are read and written together. The weights are ``w[tap, channel]``.
+    Channels and strides are given in multiples of UNIT: a program that knows that 72 is a multiple
+    of 8 reads 8 elements at a time. Without IS_FORWARD, ``y`` is the input gradient and ``x`` the
+    output gradient.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_row = rows < num_rows
-    is_channel = channel < channels
+    is_channel = channel < channels * UNIT
     v = rows % out_w
     rest = rows // out_w
     h = rest % out_h
     sample = (rest // out_h).to(tl.int64)
-    x_at = x + (sample * x_n)[:, None] + (channel * x_c)[None, :]
+    x_at = x + (sample * x_n * UNIT)[:, None] + channel[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
     for r in tl.static_range(R):
         if IS_FORWARD:
@@ -96,13 +98,13 @@ def depthwise_tile(
                 at_w = far // stride_w
                 is_inside = is_here & (far >= 0) & (at_w * stride_w == far) & (at_w < in_w)
             seen = tl.load(
-                x_at + (at_h * x_h + at_w * x_w)[:, None],
+                x_at + ((at_h * x_h + at_w * x_w) * UNIT)[:, None],
                 mask=is_inside[:, None] & is_channel[None, :],
                 other=0.0,
             )
-            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_channel, other=0.0)
+            tap = tl.load(w + (r * S + s) * channels * UNIT + channel, mask=is_channel, other=0.0)
             sums += seen.to(tl.float32) * tap.to(tl.float32)[None, :]
-    y_at = y + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
+    y_at = y + ((sample * y_n + h * y_h + v * y_w) * UNIT)[:, None] + channel[None, :]
     tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])
 
 
@@ -113,19 +115,17 @@ def depthwise_weight_gradient(
     stride_h, stride_w, step_h, step_w, pad_h, pad_w,
     x_n, x_c, x_h, x_w,
     y_n, y_c, y_h, y_w,
-    S: tl.constexpr, NUM_TAPS: tl.constexpr, TAPS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    S: tl.constexpr, NUM_TAPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``partial[split, channel, tap]``, one row of the kernel per program."""
+    """Compute ``partial[split, channel, tap]``, tap by tap for the same block of ``dy``.
+
+    Channels and strides, except those of the channels, are given in multiples of UNIT.
+    """
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split = tl.program_id(1)
-    is_channel = channel < channels
-    row = tl.program_id(2)
-    taps = tl.arange(0, TAPS)
-    shift_h = row * step_h - pad_h
-    shift_w = taps * step_w - pad_w
-    is_tap = taps < S
-    sums = tl.zeros((TAPS, BLOCK_M, BLOCK_C), dtype=tl.float32)
+    is_channel = channel < channels * UNIT
+    at = partial + (split * channels * UNIT + channel).to(tl.int64) * NUM_TAPS
     first = split * rows_per_split
     last = min(first + rows_per_split, num_rows)
     for start in range(first, last, BLOCK_M):
@@ -135,16 +135,21 @@ def depthwise_weight_gradient(
         rest = rows // out_w
         h = rest % out_h
         sample = (rest // out_h).to(tl.int64)
-        y_at = dy + (sample * y_n + h * y_h + v * y_w)[:, None] + (channel * y_c)[None, :]
+        y_rows = (sample * y_n + h * y_h + v * y_w) * UNIT
+        y_at = dy + y_rows[:, None] + (channel * y_c)[None, :]
         error = tl.load(y_at, mask=is_row[:, None] & is_channel[None, :], other=0.0)
-        at_h = shift_h + h * stride_h
-        at_w = shift_w[:, None] + (v * stride_w)[None, :]
-        is_inside = (is_row & (at_h >= 0) & (at_h < in_h))[None, :] & is_tap[:, None]
-        is_inside = is_inside & (at_w >= 0) & (at_w < in_w)
-        x_rows = (sample * x_n + at_h * x_h)[None, :] + at_w * x_w
-        x_at = x + x_rows[:, :, None] + (channel * x_c)[None, None, :]
-        seen = tl.load(x_at, mask=is_inside[:, :, None] & is_channel[None, None, :], other=0.0)
-        sums += seen.to(tl.float32) * error.to(tl.float32)[None, :, :]
-    total = tl.sum(sums, axis=1)
-    at = partial + (split * channels + channel)[None, :] * NUM_TAPS + row * S + taps[:, None]
-    tl.store(at, total, mask=is_tap[:, None] & is_channel[None, :])
+        error = error.to(tl.float32)
+        x_at = x + (sample * x_n * UNIT)[:, None] + (channel * x_c)[None, :]
+        for tap in range(NUM_TAPS):
+            at_h = h * stride_h - pad_h + tap // S * step_h
+            at_w = v * stride_w - pad_w + tap % S * step_w
+            is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
+            seen = tl.load(
+                x_at + ((at_h * x_h + at_w * x_w) * UNIT)[:, None],
+                mask=is_inside[:, None] & is_channel[None, :],
+                other=0.0,
+            )
+            total = tl.sum(seen.to(tl.float32) * error, axis=0)
+            before = tl.load(at + tap, mask=is_channel & (start > first), other=0.0)
+            tl.store(at + tap, before + total, mask=is_channel)
+        tl.debug_barrier()  # the sums are read again by other threads than wrote them

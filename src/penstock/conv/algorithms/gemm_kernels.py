@@ -79,7 +79,6 @@ def gather_gemm(
     x, w, y,
     batch, out_d, out_h, out_w, in_d, in_h, in_w, channels, outputs, taps_d, taps_h, taps_w,
     stride_d, stride_h, stride_w, step_d, step_h, step_w, offset_d, offset_h, offset_w,
-    w_first, y_first,
     x_n, x_c, x_d, x_h, x_w,
     w_g, w_q, w_r, w_s, w_c, w_k,
     y_n, y_c, y_d, y_h, y_w,
@@ -89,16 +88,17 @@ def gather_gemm(
     """Compute ``y[n, o, h, w]``, the sum of ``x[n, c, h * stride + r * step + offset, ...] * w``.
 
     The weights are ``w[q, r, s, c, o]``. Forward pass: the step is the dilation, and the offset is
-    minus the padding. One phase of an input gradient: the stride is 1, the step is negative, and
-    the strides of ``y`` skip the other phases. ``w_first`` and ``y_first`` are the offsets of its
-    first tap and first position. The second program axis is the group. DEEP: there are three
-    spatial axes; without it, the depth is 1. EVEN: each block of the depth is within one tap.
+    minus the padding. Input gradient: the step is negative, and the offset is the padding. The
+    second program axis is the group. DEEP: there are three spatial axes; without it, the depth is
+    1. EVEN: each block of the depth is within one tap.
 
-    IS_PHASED computes all phases of an undilated input gradient, one per program of the third
-    axis. The stride is that of the convolution, the offset is its padding, and the sizes and
-    strides cover all positions.
+    IS_PHASED computes all phases of a strided, undilated input gradient, one per program of the
+    third axis. The stride is that of the convolution, and the sizes and strides cover all
+    positions.
     """
     group = tl.program_id(1)
+    w_first = 0
+    y_first = 0
     if IS_PHASED:
         phase_w = tl.program_id(2) % stride_w
         phase_h = tl.program_id(2) // stride_w % stride_h
@@ -129,9 +129,6 @@ def gather_gemm(
         stride_d = 1
         stride_h = 1
         stride_w = 1
-        step_d = -1
-        step_h = -1
-        step_w = -1
     depth = taps_h * taps_w * channels
     num_rows = batch * out_h * out_w
     if DEEP:

@@ -8,7 +8,7 @@ the copy moves runs of channels, and the product is channels_last too, so there 
 Error: sums of ``C/groups * taps`` products, summed by torch's matrix product. For half types it
 sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
 
-On GPUs where Triton runs, a kernel can write the columns (``triton_*``). torch's own copy of the
+On GPUs where Triton runs, a kernel can write the columns (``prepare_*``). torch's own copy of the
 view takes several times as long.
 
 Memory in addition to inputs and results, in elements, for ``b`` samples and ``r`` rows of the first
@@ -21,8 +21,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -30,7 +29,15 @@ from math import prod
 import torch
 
 from penstock.conv.algorithms.triton_launch import Launch, five, kernels, three
-from penstock.conv.geometry import INPUT_GRADIENT, Geometry, Pass, Sizes, sum_dtype
+from penstock.conv.geometry import (
+    INPUT_GRADIENT,
+    Geometry,
+    Pass,
+    Prepared,
+    Sizes,
+    dense,
+    sum_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -287,54 +294,75 @@ def can_triton(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
     )
 
 
-def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``[positions, taps * C] @ [taps * C, O]``."""
-    depth = g.num_taps * g.in_channels
-    if w.is_contiguous(memory_format=_LAST[g.num_dims]):
-        weights = w.as_strided((depth, g.out_channels), (1, depth))
-    else:
-        weights = w.movedim(1, -1).reshape(g.out_channels, depth).t()
-    product = _multiply(_gathers(g, x, cap_bytes), x, weights)
-    return product.as_strided(*_layout(g, g.batch, g.out_channels, g.out_size))
+    depth, strides = g.num_taps * g.in_channels, (1, g.num_taps * g.in_channels)
+    is_last = w.movedim(1, -1).is_contiguous()
+
+    def settle(w: torch.Tensor) -> torch.Tensor:
+        return (w if is_last else w.movedim(1, -1).contiguous()).as_strided(matrix, strides)
+
+    matrix = (depth, g.out_channels)
+    return _prepare_product(g, x, cap_bytes, settle, g.out_channels, g.out_size)
 
 
-def triton_input_gradient(
+def prepare_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
+) -> Prepared:
     """Compute ``[positions, taps * O] @ [taps * O, C]``. The stride is 1."""
-    weights = w.movedim((0, 1), (-2, -1)).reshape(-1, g.in_channels)
-    product = _multiply(_gathers(g, dy, cap_bytes, is_backward=True), dy, weights)
-    return product.as_strided(*_layout(g, g.batch, g.in_channels, g.in_size))
+    order, shape = (*range(2, g.num_dims + 2), 0, 1), (-1, g.in_channels)
+    settle = lambda w: w.permute(order).reshape(shape)  # noqa: E731
+    return _prepare_product(g, dy, cap_bytes, settle, g.in_channels, g.in_size, is_backward=True)
 
 
-def triton_weight_gradient(
+def _prepare_product(
+    g: Geometry,
+    x: torch.Tensor,
+    cap_bytes: int,
+    settle: Callable[[torch.Tensor], torch.Tensor],
+    outputs: int,
+    size: Sizes,
+    *,
+    is_backward: bool = False,
+) -> Prepared:
+    """Multiply the columns with the weights that ``settle`` returns, under the memory cap."""
+    gathers = _plan_gathers(g, x, cap_bytes, is_backward=is_backward)
+    shape, strides = (g.batch, outputs, *size), g.strides(outputs, size)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        weights, (first, *others) = settle(w), gathers
+        cells = first.new_cells(x)
+        if not others:
+            return torch.mm(first.fill(x, cells), weights).as_strided(shape, strides)
+        result = x.new_empty((gathers[-1].rows[1], outputs))
+        for gather in gathers:
+            torch.mm(gather.fill(x, cells), weights, out=result[slice(*gather.rows)])
+        return result.as_strided(shape, strides)
+
+    return run
+
+
+def prepare_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
+) -> Prepared:
     """Compute ``[O, positions] @ [positions, taps * C]``. Chunks are added in float32."""
-    num, outputs = g.batch * g.num_positions, g.out_channels
-    if dy.is_contiguous(memory_format=_LAST[g.num_dims]):
-        errors = dy.as_strided((outputs, num), (1, outputs))
-    else:
-        errors = dy.movedim(1, -1).reshape(num, outputs).t()
-    gathers = _gathers(g, x, cap_bytes)
-    cells = gathers[0].new_cells(x)
-    dw: torch.Tensor | None = None
-    for gather in gathers:
-        first, last = gather.rows
-        part = errors if len(gathers) == 1 else errors[:, first:last]
-        product = torch.mm(part, gather.fill(x, cells))
-        dw = product if dw is None else dw.to(sum_dtype(x)).add_(product)
-    assert dw is not None
-    return dw.to(x.dtype).as_strided(*_layout(g, outputs, g.in_channels, g.kernel))
+    matrix = (g.out_channels, g.batch * g.num_positions)
+    shape = (g.out_channels, g.in_channels, *g.kernel)
+    strides = g.strides(g.in_channels, g.kernel)
+    settle = dense(g, dy, g.out_channels, g.out_size)
+    gathers = _plan_gathers(g, x, cap_bytes)
 
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        errors, (first, *others) = settle(dy).as_strided(matrix, (1, matrix[0])), gathers
+        cells = first.new_cells(x)
+        if not others:
+            return torch.mm(errors, first.fill(x, cells)).as_strided(shape, strides)
+        dw = torch.zeros((matrix[0], first.depth), dtype=sum_dtype(x), device=x.device)
+        for gather in gathers:
+            dw += torch.mm(errors[:, slice(*gather.rows)], gather.fill(x, cells))
+        return dw.to(x.dtype).as_strided(shape, strides)
 
-@functools.lru_cache(maxsize=4096)
-def _layout(g: Geometry, num: int, channels: int, size: Sizes) -> tuple[Sizes, Sizes]:
-    """Return shape and strides of a result ``[num, channels, *size]``."""
-    return (num, channels, *size), g.strides(channels, size)
-
-
-_LAST = {1: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
+    return run
 
 
 @dataclass(frozen=True)
@@ -346,9 +374,7 @@ class _Gather:
     launch: Launch
 
     def new_cells(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.empty(
-            (self.rows[1] - self.rows[0], self.depth), dtype=x.dtype, device=x.device
-        )
+        return x.new_empty((self.rows[1] - self.rows[0], self.depth))
 
     def fill(self, x: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         num = self.rows[1] - self.rows[0]
@@ -356,37 +382,12 @@ class _Gather:
         return cells if len(cells) == num else cells[:num]
 
 
-def _multiply(gathers: list[_Gather], x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply the columns of all positions with the weights, under the memory cap."""
-    cells = gathers[0].new_cells(x)
-    if len(gathers) == 1:
-        return torch.mm(gathers[0].fill(x, cells), weights)
-    result = x.new_empty((gathers[-1].rows[1], weights.shape[1]))
-    for gather in gathers:
-        first, last = gather.rows
-        torch.mm(gather.fill(x, cells), weights, out=result[first:last])
-    return result
-
-
-def _gathers(
-    g: Geometry, x: torch.Tensor, cap_bytes: int, *, is_backward: bool = False
-) -> list[_Gather]:
-    return _plan_gathers(g, x.dtype, x.device, x.stride(), cap_bytes, is_backward)
-
-
-@functools.lru_cache(maxsize=4096)
 def _plan_gathers(
-    g: Geometry,
-    dtype: torch.dtype,
-    device: torch.device,
-    strides: Sizes,
-    cap_bytes: int,
-    is_backward: bool,
+    g: Geometry, x: torch.Tensor, cap_bytes: int, *, is_backward: bool = False
 ) -> list[_Gather]:
     """Return what writes the columns, in ranges of positions under the memory cap.
 
     Args:
-        device: Launches are bound to it, and to the dtype.
         is_backward: The columns are those of ``dy``, for an input gradient with stride 1.
     """
     if is_backward:
@@ -398,7 +399,7 @@ def _plan_gathers(
     block_c = min(256, channels & -channels)
     block_r = GATHERED_PER_PROGRAM // block_c
     depth, num_rows = channels * g.num_taps, g.batch * prod(out_size)
-    each = max(1, min(num_rows, cap_bytes // (depth * torch.finfo(dtype).bits // 8)))
+    each = max(1, min(num_rows, cap_bytes // (depth * x.element_size())))
     found = []
     for first in range(0, num_rows, each):
         num = min(each, num_rows - first)
@@ -408,7 +409,7 @@ def _plan_gathers(
             (
                 *(first, num, *three(out_size, 1), *three(in_size, 1), channels),
                 *(*three(g.kernel, 1), *three(g.stride, 1), *three(step, 0), *three(offset, 0)),
-                *five(strides),
+                *five(x.stride()),
             ),
             {"DEEP": g.num_dims == 3, "BLOCK_R": block_r, "BLOCK_C": block_c},
         )

@@ -23,18 +23,14 @@ Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from operator import mul
-from typing import Any
 
 import torch
 
-from penstock.conv.algorithms.phases import Axis, phases
 from penstock.conv.algorithms.triton_launch import Launch, five, four, kernels, power, three, two
-from penstock.conv.geometry import Geometry, empty
+from penstock.conv.geometry import INPUT_GRADIENT, Geometry, Pass, Prepare, Prepared, empty
 
 MAX_ELEMENTS = 1 << 31
 """The kernels index the positions of a sample and the rows of the batch with 32 bits."""
@@ -64,10 +60,11 @@ TILES = {
 }
 
 
-def can(g: Geometry, dtype: torch.dtype) -> bool:
-    """Return True if the kernels can compute this convolution."""
+def can(g: Geometry, dtype: torch.dtype, which: Pass | None = None) -> bool:
+    """Return True if the kernels can compute this pass, or the passes of other algorithms."""
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * prod(g.out_size))
-    return dtype in TILES[WIDE] and largest < MAX_ELEMENTS
+    is_easy = which != INPUT_GRADIENT or g.is_undilated or g.is_unit_stride
+    return dtype in TILES[WIDE] and largest < MAX_ELEMENTS and is_easy
 
 
 def _block(outputs: int, channels: int, depth: int, base: Block) -> Block:
@@ -81,217 +78,89 @@ def _block(outputs: int, channels: int, depth: int, base: Block) -> Block:
 # -- forward and input gradient --------------------------------------------------------------------
 
 Strides = tuple[int, ...]
-Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Three = tuple[int, int, int]
 Weights = tuple[int, int, int, int, int, int]
 """Strides of the weights: group, tap along each axis, summed channel, output."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Gather:
-    """The sizes, strides and offsets of one launch of ``gather_gemm``.
-
-    Args:
-        weights: Strides of the weights: group, tap along each axis, summed channel, output.
-        num_phases: The number of phases, if one launch computes all phases of an input gradient.
-    """
-
-    taps: Three
-    out_size: Three
-    in_size: Three
-    stride: Three
-    step: Three
-    offset: Three
-    weights: Weights
-    x: tuple[int, int, int, int, int]
-    y: tuple[int, int, int, int, int]
-    w_first: int = 0
-    y_first: int = 0
-    num_phases: int | None = None
-
-    def launch(self, g: Geometry, channels: int, outputs: int, block: Block) -> Launch:
-        """Return a launch that sums over ``channels`` for each of ``outputs``, in each group."""
-        one = self.stride if self.num_phases else (1, 1, 1)  # the first phase is the largest
-        rows = g.batch * prod(
-            -(-size // step) for size, step in zip(self.out_size, one, strict=True)
-        )
-        tiles = -(-rows // block.m) * -(-outputs // block.n)
-        return Launch(
-            kernels().gather_gemm,
-            (tiles, g.groups, self.num_phases or 1),
-            (
-                *(g.batch, *self.out_size, *self.in_size, channels, outputs, *self.taps),
-                *(*self.stride, *self.step, *self.offset, self.w_first, self.y_first),
-                *(*self.x, *self.weights, *self.y),
-            ),
-            {
-                "DEEP": g.num_dims == 3,
-                "IS_PHASED": self.num_phases is not None,
-                "EVEN": channels % block.k == 0,
-                "BLOCK_M": block.m,
-                "BLOCK_N": block.n,
-                "BLOCK_K": block.k,
-                "GROUP_M": 8,
-            },
-            num_warps=block.warps,
-            num_stages=block.stages,
-        )
-
-
-def _taps(g: Geometry, w: Strides) -> Weights:
-    """Return the strides of the weights: group, tap along each axis, input and output channel."""
-    output, channel, *taps = five(w)
-    return (g.group_out * output, *taps, channel, output)  # type: ignore[return-value]
-
-
 def _settle_weights(
-    g: Geometry, w: Strides, dtype: torch.dtype, *, is_forward: bool
-) -> tuple[Weights, Callable[[Any], Any]]:
-    """Return the weight strides for the kernel (see :func:`_taps`) and a function that converts.
+    g: Geometry, w: torch.Tensor, *, is_forward: bool
+) -> tuple[Weights, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the weight strides for the kernel and a function that converts weights like ``w``.
 
     The weights are read in place if the channels of the result are adjacent in memory. For half
     types, adjacent summed channels are enough, because matrix units read both orders. float32
     multiply-adds took twice as long with that order.
     """
-    inner = (w[0], w[1]) if is_forward else (w[1], w[0])
-    if inner[0] == 1 or (inner[1] == 1 and dtype != torch.float32):
-        return _taps(g, w), lambda weights: weights
-    num = g.num_dims
-    if is_forward:  # [groups, taps, C/groups, O/groups]
-        order = (0, *range(3, num + 3), 2, 1)
-        last = (g.group_out, 1)
-    else:  # [groups, taps, O/groups, C/groups]
-        order = (0, *range(3, num + 3), 1, 2)
-        last = (1, g.group_in)
+    output, channel, *taps = five(w.stride())
+    ends = (channel, output) if is_forward else (output, channel)
+    if ends[1] == 1 or (ends[0] == 1 and w.dtype != torch.float32):
+        return (g.group_out * output, *taps, *ends), lambda w: w  # type: ignore[return-value]
+    outer, inner = (2, 1) if is_forward else (1, 2)  # [groups, taps, C/groups, O/groups], or O, C
+    order = (0, *range(3, g.num_dims + 3), outer, inner)
     shape = (g.groups, g.group_out, g.group_in, *g.kernel)
     each, (_, high, wide) = g.group_in * g.group_out, three(g.kernel, 1)
-    strides = (g.num_taps * each, high * wide * each, wide * each, each, *last)
-    return strides, lambda weights: weights.reshape(shape).permute(order).contiguous()
+    strides = (g.num_taps * each, high * wide * each, wide * each, each, shape[inner], 1)
+    return strides, lambda w: w.reshape(shape).permute(order).contiguous()
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare_forward(
-    g: Geometry, dtype: torch.dtype, device: torch.device, x: Strides, w: Strides, tile: str
-) -> Prepared:
-    make = empty(g, g.out_channels, g.out_size, dtype)
-    weights, settle = _settle_weights(g, w, dtype, is_forward=True)
-    block = _block(g.group_out, g.group_in, g.num_taps * g.group_in, TILES[tile][dtype])
-    launch = _Gather(
-        taps=three(g.kernel, 1),
-        out_size=three(g.out_size, 1),
-        in_size=three(g.in_size, 1),
-        stride=three(g.stride, 1),
-        step=three(g.dilation, 1),
-        offset=three(tuple(-p for p in g.padding), 0),
-        weights=weights,
-        x=five(x),
-        y=five(g.strides(g.out_channels, g.out_size)),
-    ).launch(g, g.group_in, g.group_out, block)
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = make(x)
-        launch(x, settle(w), y)
-        return y
-
-    return run
-
-
-def forward(
+def prepare_forward(
     g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, tile: str = WIDE
-) -> torch.Tensor:
+) -> Prepared:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _prepare_forward(g, x.dtype, x.device, x.stride(), w.stride(), tile)(x, w)
+    return _prepare(g, x, w, tile, is_forward=True)
 
 
-def _phase(
-    g: Geometry,
-    phase: tuple[Axis, ...],
-    weights: Weights,
-    dy: Strides,
-    dx: tuple[int, int, int, int, int],
-) -> _Gather:
-    """Return the launch parameters of one phase of an input gradient.
+def prepare_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, tile: str = WIDE
+) -> Prepared:
+    """Compute ``dx`` in one launch, writing each phase of the stride directly to its positions."""
+    return _prepare(g, dy, w, tile, is_forward=False)
 
-    Args:
-        dy: Strides of ``dy``.
-        dx: Strides of ``dx``.
-    """
-    group, *taps, channel, output = weights
-    start = three(tuple(axis.start for axis in phase), 0)
-    first = three(tuple(axis.taps[0] for axis in phase), 0)
-    every = three(tuple(axis.taps[1] for axis in phase), 1)
-    stride = three(g.stride, 1)
-    return _Gather(
-        taps=three(tuple(axis.num_taps for axis in phase), 1),
-        out_size=three(tuple(axis.num for axis in phase), 1),
-        in_size=three(g.out_size, 1),
-        stride=(1, 1, 1),
-        step=three(tuple(-axis.step for axis in phase), 0),
-        offset=three(tuple(axis.offset for axis in phase), 0),
-        weights=(group, *map(mul, taps, every), output, channel),
-        x=five(dy),
-        y=(*dx[:2], *map(mul, dx[2:], stride)),
-        w_first=sum(map(mul, first, taps)),
-        y_first=sum(map(mul, start, dx[2:])),
+
+def _prepare(
+    g: Geometry, a: torch.Tensor, w: torch.Tensor, tile: str, *, is_forward: bool
+) -> Prepared:
+    weights, settle = _settle_weights(g, w, is_forward=is_forward)
+    stride, one = three(g.stride, 1), (1, 1, 1)
+    phases = 1
+    if is_forward:
+        channels, outputs, in_size, out_size = g.group_in, g.group_out, g.in_size, g.out_size
+        step, offset = three(g.dilation, 1), three(tuple(-p for p in g.padding), 0)
+    else:
+        channels, outputs, in_size, out_size = g.group_out, g.group_in, g.out_size, g.in_size
+        step, offset = three(tuple(-d for d in g.dilation), 1), three(g.padding, 0)
+        phases, one = prod(stride), stride  # the first phase is the largest
+    block = _block(outputs, channels, -(-g.num_taps // phases) * channels, TILES[tile][a.dtype])
+    size = three(out_size, 1)
+    rows = g.batch * prod(-(-n // s) for n, s in zip(size, one, strict=True))
+    make = empty(g, outputs * g.groups, out_size, a.dtype)
+    launch = Launch(
+        kernels().gather_gemm,
+        (-(-rows // block.m) * -(-outputs // block.n), g.groups, phases),
+        (
+            *(g.batch, *size, *three(in_size, 1), channels, outputs, *three(g.kernel, 1)),
+            *(*stride, *step, *offset),
+            *(*five(a.stride()), *weights, *five(g.strides(outputs * g.groups, out_size))),
+        ),
+        {
+            "DEEP": g.num_dims == 3,
+            "IS_PHASED": phases > 1,
+            "EVEN": channels % block.k == 0,
+            "BLOCK_M": block.m,
+            "BLOCK_N": block.n,
+            "BLOCK_K": block.k,
+            "GROUP_M": 8,
+        },
+        num_warps=block.warps,
+        num_stages=block.stages,
     )
 
-
-@functools.lru_cache(maxsize=4096)
-def _prepare_input_gradient(
-    g: Geometry, dtype: torch.dtype, device: torch.device, dy: Strides, w: Strides, tile: str
-) -> Prepared:
-    make = empty(g, g.in_channels, g.in_size, dtype)
-    weights, settle = _settle_weights(g, w, dtype, is_forward=False)
-    group, *along, channel, output = weights
-    strides = five(g.strides(g.in_channels, g.in_size))
-    launches, empties = [], []
-    if g.is_undilated and not g.is_unit_stride:
-        taps = -(-g.num_taps // prod(g.stride))
-        gather = _Gather(
-            taps=three(g.kernel, 1),
-            out_size=three(g.in_size, 1),
-            in_size=three(g.out_size, 1),
-            stride=three(g.stride, 1),
-            step=(1, 1, 1),
-            offset=three(g.padding, 0),
-            weights=(group, *along, output, channel),  # type: ignore[arg-type]
-            x=five(dy),
-            y=strides,
-            num_phases=prod(g.stride),
-        )
-        block = _block(g.group_in, g.group_out, taps * g.group_out, TILES[tile][dtype])
-        launches.append(gather.launch(g, g.group_out, g.group_in, block))
-    else:
-        for phase in phases(g):
-            if all(axis.num_taps for axis in phase):
-                taps = prod(axis.num_taps for axis in phase)
-                block = _block(g.group_in, g.group_out, taps * g.group_out, TILES[tile][dtype])
-                gather = _phase(g, phase, weights, dy, strides)
-                launches.append(gather.launch(g, g.group_out, g.group_in, block))
-            else:
-                spans = (slice(a.start, None, s) for a, s in zip(phase, g.stride, strict=True))
-                empties.append((slice(None), slice(None), *spans))
-
-    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        dx = make(dy)
-        for place in empties:
-            dx[place].zero_()
-        w = settle(w)
-        for launch in launches:
-            launch(dy, w, dx)
-        return dx
+    def run(a: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        result = make(a)
+        launch(a, settle(w), result)
+        return result
 
     return run
-
-
-def input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, tile: str = WIDE
-) -> torch.Tensor:
-    """Compute ``dx``, writing each phase directly to its positions.
-
-    Without dilation, one launch computes all phases.
-    """
-    return _prepare_input_gradient(g, dy.dtype, dy.device, dy.stride(), w.stride(), tile)(dy, w)
 
 
 # -- weight gradient -------------------------------------------------------------------------------
@@ -308,25 +177,29 @@ WEIGHT_TILES = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare_weight_gradient(
+def prepare_weight_gradient(
     g: Geometry,
-    dtype: torch.dtype,
-    device: torch.device,
-    x: Strides,
-    dy: Strides,
-    tile: str,
-    merged: int,
-    limit_bytes: int,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    cap_bytes: int,
+    *,
+    tile: str = WIDE,
+    merged: int = 1,
 ) -> Prepared:
+    """Compute ``dw`` as ``[O, C/groups, *kernel]``: sum each split of the positions, then add up.
+
+    Args:
+        merged: The number of groups computed as one.
+    """
+    limit = min(cap_bytes, MAX_PARTIAL_BYTES)
     unmerged, g = g, replace(g, groups=g.groups // merged)
     depth, rows = g.num_taps * g.group_in, g.batch * g.num_positions
-    base = WEIGHT_TILES[tile][dtype]
+    base = WEIGHT_TILES[tile][x.dtype]
     block_m = max(16, min(base.m, power(g.group_out)))
     block_n = max(16, min(base.n, power(depth)))
     block_k = base.k
     tiles = -(-g.group_out // block_m) * -(-depth // block_n)
-    split = Split.of(rows, tiles * g.groups, block_k, 4 * g.out_channels * depth, limit_bytes)
+    split = Split.of(rows, tiles * g.groups, block_k, 4 * g.out_channels * depth, limit)
     launch = Launch(
         kernels().weight_gemm,
         (tiles, g.groups, split.num),
@@ -334,7 +207,12 @@ def _prepare_weight_gradient(
             *(rows, split.size, *three(g.out_size, 1), *three(g.in_size, 1)),
             *(g.group_in, g.group_out, *three(g.kernel, 1)[1:], depth),
             *(*three(g.stride, 1), *three(g.dilation, 1)),
-            *(*three(tuple(-p for p in g.padding), 0), *five(x), *five(dy), g.groups),
+            *(
+                *three(tuple(-p for p in g.padding), 0),
+                *five(x.stride()),
+                *five(dy.stride()),
+                g.groups,
+            ),
         ),
         {
             "DEEP": g.num_dims == 3,
@@ -346,26 +224,7 @@ def _prepare_weight_gradient(
         num_warps=base.warps,
         num_stages=base.stages,
     )
-    return split.prepare(launch, unmerged, dtype, merged)
-
-
-def weight_gradient(
-    g: Geometry,
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    cap_bytes: int,
-    *,
-    tile: str = WIDE,
-    merged: int = 1,
-) -> torch.Tensor:
-    """Compute ``dw`` as ``[O, C/groups, *kernel]``: sum each split of the positions, then add up.
-
-    Args:
-        merged: The number of groups computed as one.
-    """
-    key = (x.dtype, x.device, x.stride(), dy.stride())
-    limit = min(cap_bytes, MAX_PARTIAL_BYTES)
-    return _prepare_weight_gradient(g, *key, tile, merged, limit)(x, dy)
+    return split.prepare(launch, unmerged, x.dtype, merged)
 
 
 @dataclass(frozen=True)
@@ -386,8 +245,15 @@ class Split:
             limit: Memory for the sums of all parts, in bytes. One part is always allowed.
         """
         longest = max(1, rows // (8 * block))
-        wanted = min(-(-TARGET_PROGRAMS // tiles), longest, limit // bytes_each, 1024)
-        each = -(-rows // max(1, wanted))
+        wanted = min(-(-TARGET_PROGRAMS // tiles), longest, 1024)
+        return cls.of_blocks(rows, block, bytes_each, limit, wanted)
+
+    @classmethod
+    def of_blocks(
+        cls, rows: int, block: int, bytes_each: int, limit: int, wanted: int = 1 << 31
+    ) -> Split:
+        """Return ``wanted`` parts of whole blocks, or fewer to respect the limit."""
+        each = -(-rows // max(1, min(wanted, limit // bytes_each)))
         size = -(-each // block) * block
         return cls(-(-rows // size), size)
 
@@ -426,7 +292,6 @@ MAX_MERGED_CHANNELS = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}
 """Channels of one merged group: the fastest of 16 to 128 for the groups of ResNeXt on an H200."""
 
 
-@functools.lru_cache(maxsize=4096)
 def num_merged(g: Geometry, dtype: torch.dtype) -> int:
     """Return the number of groups to compute as one.
 
@@ -443,63 +308,51 @@ def num_merged(g: Geometry, dtype: torch.dtype) -> int:
 
 def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True if there are groups to merge."""
-    return g.num_dims <= 2 and can(g, dtype) and num_merged(g, dtype) > 1
+    return g.num_dims <= 2 and num_merged(g, dtype) > 1
 
 
-@functools.lru_cache(maxsize=4096)
-def _prepare_merge(
-    g: Geometry, dtype: torch.dtype, device: torch.device, w: Strides, num: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that makes channels_last weights ``[O, num * C/groups, *kernel]``."""
+def _prepare_merged(
+    g: Geometry, a: torch.Tensor, w: torch.Tensor, cap_bytes: int, way: Prepare
+) -> Prepared:
+    """Prepare a pass with merged groups, for channels_last weights ``[O, num * C/groups, ...]``."""
+    num = num_merged(g, a.dtype)
     shape = (g.out_channels, *g.kernel, num * g.group_in)
-    cells = prod(shape)
-    strides = four(w)
     launch = Launch(
         kernels().merge_groups,
-        (-(-cells // MERGE_BLOCK),),
-        (cells, g.group_in, g.num_taps, two(g.kernel, 1)[1], g.group_out, num, *strides),
+        (-(-prod(shape) // MERGE_BLOCK),),
+        (
+            *(prod(shape), g.group_in, g.num_taps, two(g.kernel, 1)[1], g.group_out, num),
+            *four(w.stride()),
+        ),
         {"BLOCK": MERGE_BLOCK},
     )
 
-    def run(w: torch.Tensor) -> torch.Tensor:
-        wide = torch.empty(shape, dtype=dtype, device=device)
+    def merge(w: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(shape, dtype=w.dtype, device=w.device)
         launch(w, wide)
         return wide.movedim(-1, 1)
 
-    return run
+    empty_weights = w.new_empty(shape).movedim(-1, 1)
+    run = way(replace(g, groups=g.groups // num), a, empty_weights, cap_bytes)
+    return lambda a, w: run(a, merge(w))
 
 
-def _merge(
-    g: Geometry, a: torch.Tensor, w: torch.Tensor
-) -> tuple[Geometry, torch.Tensor, torch.Tensor]:
-    """Return geometry, ``a`` and weights for the convolution with merged groups."""
-    num = num_merged(g, a.dtype)
-    return (
-        _with_groups(g, g.groups // num),
-        a,
-        _prepare_merge(g, w.dtype, w.device, w.stride(), num)(w),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _with_groups(g: Geometry, groups: int) -> Geometry:
-    return replace(g, groups=groups)
-
-
-def merged_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_merged_forward(
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
     """Compute ``y`` with merged groups."""
-    return forward(*_merge(g, x, w), cap_bytes)
+    return _prepare_merged(g, x, w, cap_bytes, prepare_forward)
 
 
-def merged_input_gradient(
+def prepare_merged_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
+) -> Prepared:
     """Compute ``dx`` with merged groups."""
-    return input_gradient(*_merge(g, dy, w), cap_bytes)
+    return _prepare_merged(g, dy, w, cap_bytes, prepare_input_gradient)
 
 
-def merged_weight_gradient(
+def prepare_merged_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
+) -> Prepared:
     """Compute ``dw`` with merged groups."""
-    return weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))
+    return prepare_weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))

@@ -10,48 +10,109 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
+from penstock.conv.geometry import Geometry, Prepared, dense, empty, samples_under, sum_dtype
 
 
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``y``: every position of ``x`` is multiplied by the same matrix."""
-    matrix = w.reshape(g.out_channels, g.in_channels)
-    seen = _seen(g, x)
-    if g.is_channels_last:
-        rows = seen.movedim(1, -1).reshape(-1, g.in_channels)
-        y = torch.mm(rows, matrix.t())
-        return y.view(g.batch, *g.out_size, g.out_channels).movedim(-1, 1)
-    columns = seen.reshape(g.batch, g.in_channels, g.num_positions)
-    y = torch.bmm(matrix.expand(g.batch, -1, -1), columns)
-    return y.view(g.batch, g.out_channels, *g.out_size)
+    shape, strides = (g.batch, g.out_channels, *g.out_size), g.strides(g.out_channels, g.out_size)
+    rows, matrix, multiply = _operands(g, g.in_channels, is_forward=True)
+    settle = _settle(g, x)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = multiply(settle(x).as_strided(*rows), w.contiguous().as_strided(*matrix))
+        return y.as_strided(shape, strides)
+
+    return run
 
 
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
     """Compute ``dx`` with the transposed matrix. Positions that the stride skips get zero."""
-    matrix = w.reshape(g.out_channels, g.in_channels)
+    shape, strides = (g.batch, g.in_channels, *g.out_size), g.strides(g.in_channels, g.out_size)
+    rows, matrix, multiply = _operands(g, g.out_channels, is_forward=False)
+    settle = dense(g, dy, g.out_channels, g.out_size)
+    make, is_whole = empty(g, g.in_channels, g.in_size, dy.dtype), g.in_size == g.out_size
+
+    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        seen = multiply(settle(dy).as_strided(*rows), w.contiguous().as_strided(*matrix))
+        seen = seen.as_strided(shape, strides)
+        if is_whole:
+            return seen
+        dx = make(dy).zero_()
+        _seen(g, dx).copy_(seen)
+        return dx
+
+    return run
+
+
+def _operands(g: Geometry, summed: int, *, is_forward: bool) -> tuple[Any, Any, Any]:
+    """Return shape and strides of the positions and of the matrix, and their product."""
+    other = g.in_channels + g.out_channels - summed
+    along = (1, g.in_channels) if is_forward else (g.in_channels, 1)  # of the matrix [O, C]
     if g.is_channels_last:
-        rows = dy.movedim(1, -1).reshape(-1, g.out_channels)
-        seen = torch.mm(rows, matrix).view(g.batch, *g.out_size, g.in_channels).movedim(-1, 1)
-    else:
-        columns = dy.reshape(g.batch, g.out_channels, g.num_positions)
-        seen = torch.bmm(matrix.t().expand(g.batch, -1, -1), columns)
-        seen = seen.view(g.batch, g.in_channels, *g.out_size)
+        return (
+            ((g.batch * g.num_positions, summed), (summed, 1)),
+            ((summed, other), along),
+            torch.mm,
+        )
+    size = summed * g.num_positions
+    return (
+        ((g.batch, summed, g.num_positions), (size, g.num_positions, 1)),
+        ((g.batch, other, summed), (0, *along[::-1])),
+        lambda columns, matrix: torch.bmm(matrix, columns),
+    )
+
+
+def _settle(g: Geometry, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that copies the positions that the stride selects, if it skips any."""
     if g.in_size == g.out_size:
-        return seen
-    dx = empty(g, g.in_channels, g.in_size, dy.dtype)(dy).zero_()
-    _seen(g, dx).copy_(seen)
-    return dx
+        return dense(g, x, g.in_channels, g.in_size)
+    make = empty(g, g.in_channels, g.out_size, x.dtype)
+    return lambda x: make(x).copy_(_seen(g, x))
+
+
+def prepare_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> Prepared:
+    """Compute ``dw`` by a product over all positions, with as many samples at a time as fit."""
+    inputs, outputs, num = g.in_channels, g.out_channels, g.num_positions
+    is_last = g.is_channels_last
+    if not is_last and (
+        not _by_sample(g) or g.batch * inputs * outputs * x.element_size() > cap_bytes
+    ):
+        return lambda x, dy: weight_gradient(g, x, dy, cap_bytes)
+    shape, strides = (outputs, inputs, *g.kernel), g.strides(inputs, g.kernel)
+    settle, settle_error = _settle(g, x), dense(g, dy, outputs, g.out_size)
+    if is_last:
+        rows = ((g.batch * num, inputs), (inputs, 1))
+        errors = ((outputs, g.batch * num), (1, outputs))
+    else:  # one product for each sample
+        rows = ((g.batch, num, inputs), (inputs * num, 1, num))
+        errors = ((g.batch, outputs, num), (outputs * num, num, 1))
+    sums, dtype = sum_dtype(x), x.dtype
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        left, right = settle_error(dy).as_strided(*errors), settle(x).as_strided(*rows)
+        if is_last:
+            return torch.mm(left, right).as_strided(shape, strides)
+        dw = torch.bmm(left, right).sum(0, dtype=sums)
+        return dw.to(dtype).as_strided(shape, strides)
+
+    return run
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dw`` by a product over all positions, with as many samples at a time as fit."""
-    step = g.batch
-    if not g.is_channels_last:
-        places = (g.in_channels + g.out_channels) * g.num_positions
-        each = g.in_channels * g.out_channels if _by_sample(g) else places
-        step = samples_under(cap_bytes, each * x.element_size(), g.batch)
+    """Compute ``dw`` in contiguous layout."""
+    places = (g.in_channels + g.out_channels) * g.num_positions
+    each = g.in_channels * g.out_channels if _by_sample(g) else places
+    step = samples_under(cap_bytes, each * x.element_size(), g.batch)
     total = _summed(g, x[:step], dy[:step])
     for start in range(step, g.batch, step):
         total += _summed(g, x[start : start + step], dy[start : start + step])
@@ -66,7 +127,7 @@ def _by_sample(g: Geometry) -> bool:
 def _summed(g: Geometry, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Return ``dw`` of some samples as a matrix, in float32 for half types."""
     seen, sums = _seen(g, x), sum_dtype(x)
-    if not g.is_channels_last and _by_sample(g):
+    if _by_sample(g):
         columns = seen.reshape(len(x), g.in_channels, g.num_positions)
         errors = dy.reshape(len(x), g.out_channels, g.num_positions)
         return torch.bmm(errors, columns.transpose(1, 2)).sum(0, dtype=sums)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from operator import or_
 from typing import Any
 
 import torch
@@ -49,10 +50,7 @@ class Launch:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        is_aligned = not bits % ALIGNMENT
+        is_aligned = not functools.reduce(or_, addresses) % ALIGNMENT
         if is_aligned and self._start is not None:
             self._start(*addresses, *self._rest)
             return
@@ -72,27 +70,34 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
     if compiled is None or not hasattr(type(compiled), "__getitem__"):
         return None
     start: Callable[..., Any] = compiled[grid]
+    try:
+        from triton.knobs import runtime
+    except ImportError:  # before 3.4
+        return start
     run, function, packed = (
         getattr(compiled, name, None) for name in ("run", "function", "packed_metadata")
     )
     if run is None or function is None or _raw_stream is None:
         return start
+    ways = [(run, (function, packed, None, None, None))]
+    sizes = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if sizes == [0, 0] and hasattr(run, "launch"):  # Triton 3.6: what ``run`` calls
+        flags = (run.launch_cooperative_grid, run.launch_pdl)
+        ways.append((run.launch, (function, *flags, None, None, packed, None, None, None)))
 
     def start_at_once(*arguments: int) -> None:
         """Do the same as ``start``, without calling empty launch hooks."""
         if _is_idle(runtime.launch_enter_hook) and _is_idle(runtime.launch_exit_hook):
             stream = _raw_stream(_current_device())
-            try:
-                run(*grid, stream, function, packed, None, None, None, *arguments)
-                return
-            except TypeError:  # this version of Triton has a different launch signature
-                pass
+            while ways:
+                launch, before = ways[-1]
+                try:
+                    launch(*grid, stream, *before, *arguments)
+                    return
+                except TypeError:  # this version of Triton has a different launch signature
+                    ways.pop()
         start(*arguments)
 
-    try:
-        from triton.knobs import runtime
-    except ImportError:  # before 3.4
-        return start
     return start_at_once
 
 

@@ -4,23 +4,21 @@ The input is cut into overlapping tiles. Each tile and the weights are transform
 tiles are multiplied by the weights over the channels (one product for each position in a tile), and
 the results are transformed back::
 
-    tiles [t*t, C, P]  --B-->  V   U @ V = M   M  --A-->  y, m*m positions for each tile
+    tiles [36, C, P]  --B-->  V   U @ V = M   M  --A-->  y, 16 positions for each tile
 
 F(4x4): tiles of 6x6, 4 times fewer multiplications, for float32 and float64.
-F(2x2): tiles of 4x4, 2.25 times fewer multiplications, for half types, with transforms in float32.
 
 Error: the transforms add and subtract values of different sizes, which loses digits. Relative to
-the sum of absolute products ``|x| * |w|`` at the same position, with ``eps`` of the multiplied
-type, F(4x4) is off by at most 128 eps and F(2x2) by at most 16 eps. Tests check both against
-float64. The largest error seen was 81 eps, for a weight gradient over 20 positions.
+the sum of absolute products ``|x| * |w|`` at the same position, the result is off by at most 128
+eps. Tests check this against float64. The largest error seen was 81 eps, for a weight gradient
+over 20 positions.
 
-Memory in addition to inputs and results, in elements: ``t*t * P * (2C + O)`` for the ``P`` tiles of
-a chunk of samples. Tiles have ``t*t/(m*m)`` = 2.25 or 4 times as many elements as positions. The
-chunk size is chosen so that this stays under the cap, or is one sample. The weights take
-``t*t * C * O``.
+Memory in addition to inputs and results, in elements: ``36 * P * (2C + O)`` for the ``P`` tiles of
+a chunk of samples. Tiles have 2.25 times as many elements as positions. The chunk size is chosen
+so that this stays under the cap, or is one sample. The weights take ``36 * C * O``.
 
-The ``triton_*`` passes are F(4x4) in float32, with the same mathematics, error bound and products.
-Their transforms read and write each value once: a tile is not stored before it is transformed.
+The ``prepare_*`` passes are F(4x4) in float32, with transforms in Triton and the same error bound.
+These transforms read and write each value once: a tile is not stored before it is transformed.
 Memory: ``36 * P * (C + O)`` for the tiles of a chunk, and ``36 * C * O`` for the weights.
 
 Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
@@ -30,61 +28,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from penstock.conv.algorithms.implicit_gemm import Prepared, Strides
+from penstock.conv.algorithms.implicit_gemm import Strides
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch
-from penstock.conv.geometry import Geometry, empty, samples_under, sum_dtype
+from penstock.conv.geometry import Geometry, Prepared, empty, samples_under
 
-
-@dataclass(frozen=True)
-class Scheme:
-    """The transform matrices that compute ``m`` output positions from tiles of ``t`` positions."""
-
-    m: int
-    t: int
-    b: tuple[tuple[float, ...], ...]
-    g: tuple[tuple[float, ...], ...]
-    a: tuple[tuple[float, ...], ...]
-
-
-F4 = Scheme(
-    m=4,
-    t=6,
-    b=(
-        (4, 0, -5, 0, 1, 0),
-        (0, -4, -4, 1, 1, 0),
-        (0, 4, -4, -1, 1, 0),
-        (0, -2, -1, 2, 1, 0),
-        (0, 2, -1, -2, 1, 0),
-        (0, 4, 0, -5, 0, 1),
-    ),
-    g=(
-        (1 / 4, 0, 0),
-        (-1 / 6, -1 / 6, -1 / 6),
-        (-1 / 6, 1 / 6, -1 / 6),
-        (1 / 24, 1 / 12, 1 / 6),
-        (1 / 24, -1 / 12, 1 / 6),
-        (0, 0, 1),
-    ),
-    a=((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
+Matrix = tuple[tuple[float, ...], ...]
+INPUT: Matrix = (
+    (4, 0, -5, 0, 1, 0),
+    (0, -4, -4, 1, 1, 0),
+    (0, 4, -4, -1, 1, 0),
+    (0, -2, -1, 2, 1, 0),
+    (0, 2, -1, -2, 1, 0),
+    (0, 4, 0, -5, 0, 1),
 )
-F2 = Scheme(
-    m=2,
-    t=4,
-    b=((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
-    g=((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1)),
-    a=((1, 1, 1, 0), (0, 1, -1, -1)),
+WEIGHTS: Matrix = (
+    (1 / 4, 0, 0),
+    (-1 / 6, -1 / 6, -1 / 6),
+    (-1 / 6, 1 / 6, -1 / 6),
+    (1 / 24, 1 / 12, 1 / 6),
+    (1 / 24, -1 / 12, 1 / 6),
+    (0, 0, 1),
 )
-
-
-def scheme_for(dtype: torch.dtype) -> Scheme:
-    """Return F(2x2) for half types and F(4x4) for other types."""
-    return F2 if dtype in (torch.float16, torch.bfloat16) else F4
+OUTPUT: Matrix = (
+    (1, 1, 1, 1, 1, 0),
+    (0, 1, -1, 2, -2, 0),
+    (0, 1, 1, 4, 4, 0),
+    (0, 1, -1, 8, -8, 1),
+)
 
 
 def can(g: Geometry) -> bool:
@@ -101,82 +77,71 @@ def can(g: Geometry) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _matrix(
-    rows: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _matrix(rows: Matrix, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the matrix that transforms both axes."""
     one = torch.tensor(rows, dtype=torch.float64)
     return torch.kron(one, one).to(device=device, dtype=dtype)
 
 
-def transform_weights(scheme: Scheme, w: torch.Tensor, *, is_turned: bool = False) -> torch.Tensor:
-    """Return ``U`` as ``[t*t, O, C]``, in the type of ``w``. ``is_turned`` reverses the taps."""
-    sums = sum_dtype(w)
-    rows = tuple(row[::-1] for row in scheme.g) if is_turned else scheme.g
-    matrix = _matrix(rows, sums, w.device)
-    flat = w.reshape(-1, 9).t().to(sums)
-    u = torch.mm(matrix, flat).to(w.dtype)
-    return u.view(scheme.t**2, w.shape[0], w.shape[1])
+def _transform(rows: Matrix, values: torch.Tensor) -> torch.Tensor:
+    """Multiply ``values``, with the positions of a tile outermost, by the matrix of ``rows``."""
+    return torch.mm(
+        _matrix(rows, values.dtype, values.device), values.reshape(len(rows[0]) ** 2, -1)
+    )
+
+
+def transform_weights(w: torch.Tensor, *, is_turned: bool = False) -> torch.Tensor:
+    """Return ``U`` as ``[36, O, C]``. ``is_turned`` reverses the taps."""
+    rows = tuple(row[::-1] for row in WEIGHTS) if is_turned else WEIGHTS
+    return _transform(rows, w.reshape(-1, 9).t()).view(36, w.shape[0], w.shape[1])
 
 
 def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _forward(g, x, transform_weights(scheme_for(x.dtype), w), cap_bytes)
+    return _forward(g, x, transform_weights(w), cap_bytes)
 
 
 def _forward(g: Geometry, x: torch.Tensor, u: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    scheme = scheme_for(x.dtype)
-    high, wide = (-(-n // scheme.m) for n in g.out_size)
-    cells = scheme.t**2 * high * wide * (2 * g.in_channels + g.out_channels)
-    step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
+    high, wide = _tiles(g)
+    cells = 36 * high * wide * (2 * g.in_channels + g.out_channels)
+    step = samples_under(cap_bytes, cells * x.element_size(), g.batch)
     if step == g.batch:
-        return _chunk(g, scheme, x, u, (high, wide)).to(x.dtype)
+        return _chunk(g, x, u)
     y = empty(g, g.out_channels, g.out_size, x.dtype)(x)
     for start in range(0, g.batch, step):
-        part = x[start : start + step]
-        y[start : start + step] = _chunk(g, scheme, part, u, (high, wide))
+        y[start : start + step] = _chunk(g, x[start : start + step], u)
     return y
 
 
-def _chunk(
-    g: Geometry, scheme: Scheme, x: torch.Tensor, u: torch.Tensor, tiles: tuple[int, int]
-) -> torch.Tensor:
-    num, (high, wide), t, m = x.shape[0], tiles, scheme.t, scheme.m
-    sums = sum_dtype(x)
-    transformed = _transform_input(g, scheme, x, tiles)
-    places = num * high * wide
+def _chunk(g: Geometry, x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    num, (high, wide) = x.shape[0], _tiles(g)
+    v = _transform_input(g, x)
     if g.is_channels_last:
-        products = torch.bmm(transformed.view(t * t, places, g.in_channels), u.transpose(1, 2))
+        products = torch.bmm(v.view(36, -1, g.in_channels), u.transpose(1, 2))
+        back = _transform(OUTPUT, products).view(4, 4, num, high, wide, g.out_channels)
+        shaped = back.permute(2, 5, 3, 0, 4, 1)
     else:
-        products = torch.bmm(u, transformed.view(t * t, g.in_channels, places))
-    back = torch.mm(_matrix(scheme.a, sums, x.device), products.view(t * t, -1).to(sums))
-    if g.is_channels_last:
-        shaped = back.view(m, m, num, high, wide, g.out_channels).permute(2, 5, 3, 0, 4, 1)
-    else:
-        shaped = back.view(m, m, g.out_channels, num, high, wide).permute(3, 2, 4, 0, 5, 1)
-    whole = shaped.reshape(num, g.out_channels, high * m, wide * m)
+        products = torch.bmm(u, v.view(36, g.in_channels, -1))
+        back = _transform(OUTPUT, products).view(4, 4, g.out_channels, num, high, wide)
+        shaped = back.permute(3, 2, 4, 0, 5, 1)
+    whole = shaped.reshape(num, g.out_channels, high * 4, wide * 4)
     return whole[:, :, : g.out_size[0], : g.out_size[1]]
 
 
-def _transform_input(
-    g: Geometry, scheme: Scheme, x: torch.Tensor, tiles: tuple[int, int]
-) -> torch.Tensor:
-    """Return ``V`` as ``[t*t, channels and tiles]``, in the order of the memory layout."""
-    (high, wide), t, m = tiles, scheme.t, scheme.m
-    top, left = g.padding
-    bottom = high * m + 2 - g.in_size[0] - top
-    right = wide * m + 2 - g.in_size[1] - left
+def _transform_input(g: Geometry, x: torch.Tensor) -> torch.Tensor:
+    """Return ``V`` as ``[36, channels and tiles]``, in the order of the memory layout."""
+    (high, wide), (top, left) = _tiles(g), g.padding
+    bottom = high * 4 + 2 - g.in_size[0] - top
+    right = wide * 4 + 2 - g.in_size[1] - left
     padded = torch.nn.functional.pad(x, (left, right, top, bottom))
     n, c, h, v = padded.stride()
     if g.is_channels_last:
-        size = (t, t, x.shape[0], high, wide, g.in_channels)
-        seen = padded.as_strided(size, (h, v, n, m * h, m * v, c))
+        size = (6, 6, x.shape[0], high, wide, g.in_channels)
+        seen = padded.as_strided(size, (h, v, n, 4 * h, 4 * v, c))
     else:
-        size = (t, t, g.in_channels, x.shape[0], high, wide)
-        seen = padded.as_strided(size, (h, v, c, n, m * h, m * v))
-    sums = sum_dtype(x)
-    matrix = _matrix(scheme.b, sums, x.device)
-    return torch.mm(matrix, seen.reshape(t * t, -1).to(sums)).to(x.dtype)
+        size = (6, 6, g.in_channels, x.shape[0], high, wide)
+        seen = padded.as_strided(size, (h, v, c, n, 4 * h, 4 * v))
+    return _transform(INPUT, seen)
 
 
 def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
@@ -184,58 +149,41 @@ def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: i
 
     The error has the same bound, relative to ``|x| * |dy|`` summed over all positions.
     """
-    scheme = scheme_for(x.dtype)
-    t, m = scheme.t, scheme.m
-    high, wide = (-(-n // m) for n in g.out_size)
-    sums = sum_dtype(x)
-    cells = t**2 * high * wide * 2 * (g.in_channels + g.out_channels)
-    step = samples_under(cap_bytes, cells * max(4, x.element_size()), g.batch)
+    high, wide = _tiles(g)
+    cells = 36 * high * wide * 2 * (g.in_channels + g.out_channels)
+    step = samples_under(cap_bytes, cells * x.element_size(), g.batch)
     total: torch.Tensor | None = None
-    spread = _matrix(tuple(zip(*scheme.a, strict=True)), sums, x.device)
+    spread, gather = (tuple(zip(*rows, strict=True)) for rows in (OUTPUT, WEIGHTS))
     for start in range(0, g.batch, step):
-        v = _transform_input(g, scheme, x[start : start + step], (high, wide))
-        errors = _tiles_of(g, scheme, dy[start : start + step], (high, wide))
-        spread_errors = torch.mm(spread, errors.to(sums)).to(x.dtype)
+        v = _transform_input(g, x[start : start + step])
+        e = _transform(spread, _tiles_of(g, dy[start : start + step]))
         if g.is_channels_last:
-            pair = (
-                v.view(t * t, -1, g.in_channels).transpose(1, 2),
-                spread_errors.view(t * t, -1, g.out_channels),
-            )
+            v, e = v.view(36, -1, g.in_channels).transpose(1, 2), e.view(36, -1, g.out_channels)
         else:
-            pair = (
-                v.view(t * t, g.in_channels, -1),
-                spread_errors.view(t * t, g.out_channels, -1).transpose(1, 2),
-            )
-        part = torch.bmm(*pair)
-        total = part.to(sums) if total is None else total.add_(part)
+            v, e = v.view(36, g.in_channels, -1), e.view(36, g.out_channels, -1).transpose(1, 2)
+        total = torch.bmm(v, e) if total is None else total.baddbmm_(v, e)
     assert total is not None
-    return gather_weights(scheme, total).to(x.dtype)
-
-
-def gather_weights(scheme: Scheme, total: torch.Tensor) -> torch.Tensor:
-    """Transform ``[t*t, C, O]`` back to ``[O, C, 3, 3]``."""
-    num, channels, outputs = total.shape
-    matrix = _matrix(tuple(zip(*scheme.g, strict=True)), total.dtype, total.device)
-    dw = torch.mm(matrix, total.view(num, -1)).view(3, 3, channels, outputs)
+    dw = _transform(gather, total).view(3, 3, g.in_channels, g.out_channels)
     return dw.permute(3, 2, 0, 1)
 
 
-def _tiles_of(
-    g: Geometry, scheme: Scheme, dy: torch.Tensor, tiles: tuple[int, int]
-) -> torch.Tensor:
-    """Cut ``dy`` into tiles of ``m*m`` positions: ``[m*m, channels and tiles]``."""
-    (high, wide), m = tiles, scheme.m
-    bottom, right = high * m - g.out_size[0], wide * m - g.out_size[1]
+def _tiles_of(g: Geometry, dy: torch.Tensor) -> torch.Tensor:
+    """Cut ``dy`` into tiles of 4x4 positions: ``[4, 4, channels and tiles]``."""
+    high, wide = _tiles(g)
+    bottom, right = high * 4 - g.out_size[0], wide * 4 - g.out_size[1]
     padded = torch.nn.functional.pad(dy, (0, right, 0, bottom)) if bottom or right else dy
-    cut = padded.reshape(dy.shape[0], g.out_channels, high, m, wide, m)
-    order = (3, 5, 0, 2, 4, 1) if g.is_channels_last else (3, 5, 1, 0, 2, 4)
-    return cut.permute(order).reshape(m * m, -1)
+    cut = padded.reshape(dy.shape[0], g.out_channels, high, 4, wide, 4)
+    return cut.permute((3, 5, 0, 2, 4, 1) if g.is_channels_last else (3, 5, 1, 0, 2, 4))
 
 
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    u = transform_weights(scheme_for(dy.dtype), w, is_turned=True)
+    u = transform_weights(w, is_turned=True)
     return _forward(turned(g), dy, u.transpose(1, 2), cap_bytes)
+
+
+def _tiles(g: Geometry) -> tuple[int, int]:
+    return -(-g.out_size[0] // 4), -(-g.out_size[1] // 4)
 
 
 def turned(g: Geometry) -> Geometry:
@@ -269,10 +217,6 @@ def _kernels() -> Any:
 def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
     """Return True for a float32 convolution whose forward pass and input gradient are supported."""
     return can_input_gradient(g) and dtype == torch.float32 and can_gather(g, dtype)
-
-
-def _tiles(g: Geometry) -> tuple[int, int]:
-    return -(-g.out_size[0] // 4), -(-g.out_size[1] // 4)
 
 
 def _step(g: Geometry, cap_bytes: int) -> int:
@@ -346,14 +290,18 @@ def _chunks(g: Geometry, step: int) -> Iterator[tuple[slice, Geometry]]:
         yield slice(start, stop), replace(g, batch=stop - start)
 
 
-@functools.lru_cache(maxsize=4096)
 def _prepare(
-    g: Geometry, device: torch.device, x: Strides, w: Strides, step: int, is_turned: bool
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_turned: bool
 ) -> Prepared:
-    weights = _prepare_weights(g, w, is_turned=is_turned)
+    step, strides = _step(g, cap_bytes), x.stride()
+    weights = _prepare_weights(g, w.stride(), is_turned=is_turned)
     make = empty(g, g.out_channels, g.out_size, torch.float32)
     chunks = [
-        (samples, _prepare_tiles(part, g.in_channels, x, is_error=False), _prepare_output(part))
+        (
+            samples,
+            _prepare_tiles(part, g.in_channels, strides, is_error=False),
+            _prepare_output(part),
+        )
         for samples, part in _chunks(g, step)
     ]
 
@@ -369,30 +317,29 @@ def _prepare(
     return run
 
 
-def triton_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _prepare(g, x.device, x.stride(), w.stride(), _step(g, cap_bytes), False)(x, w)
+    return _prepare(g, x, w, cap_bytes, is_turned=False)
 
 
-def triton_input_gradient(
+def prepare_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    g = turned(g)
-    return _prepare(g, dy.device, dy.stride(), w.stride(), _step(g, cap_bytes), True)(dy, w)
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepare_weight_gradient(
-    g: Geometry, device: torch.device, x: Strides, dy: Strides, step: int
 ) -> Prepared:
+    """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
+    return _prepare(turned(g), dy, w, cap_bytes, is_turned=True)
+
+
+def prepare_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> Prepared:
+    """Compute ``dw``: transform both tensors, multiply over the tiles, and transform back."""
     chunks = [
         (
             samples,
-            _prepare_tiles(part, g.in_channels, x, is_error=False),
-            _prepare_tiles(part, g.out_channels, dy, is_error=True),
+            _prepare_tiles(part, g.in_channels, x.stride(), is_error=False),
+            _prepare_tiles(part, g.out_channels, dy.stride(), is_error=True),
         )
-        for samples, part in _chunks(g, step)
+        for samples, part in _chunks(g, _step(g, cap_bytes))
     ]
     make = empty(replace(g, batch=g.out_channels), g.in_channels, g.kernel, torch.float32)
     strides = g.strides(g.in_channels, g.kernel)
@@ -402,7 +349,11 @@ def _prepare_weight_gradient(
     def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor | None = None
         for samples, transform, transform_error in chunks:
-            v, e = transform(x[samples]), transform_error(dy[samples])
+            whole = len(chunks) == 1
+            v, e = (
+                transform(x if whole else x[samples]),
+                transform_error(dy if whole else dy[samples]),
+            )
             pair = (v.transpose(1, 2), e) if g.is_channels_last else (v, e.transpose(1, 2))
             total = torch.bmm(*pair) if total is None else total.baddbmm_(*pair)
         assert total is not None
@@ -411,11 +362,3 @@ def _prepare_weight_gradient(
         return dw
 
     return run
-
-
-def triton_weight_gradient(
-    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
-) -> torch.Tensor:
-    """Compute ``dw``: transform both tensors, multiply over the tiles, and transform back."""
-    step = _step(g, cap_bytes)
-    return _prepare_weight_gradient(g, x.device, x.stride(), dy.stride(), step)(x, dy)

@@ -68,7 +68,7 @@ def _prepare(device: str, setup: str) -> None:
             torch._C._set_mkldnn_enabled(False)
     elif setup == "bypass":
         runner = ConvolutionRunner(memory_cap_from_environment())
-        hook = DispatcherHook(runner, lambda *call: True, on_loss=lambda names: None)
+        hook = DispatcherHook(runner, on_loss=lambda names: None)
         hook.install((device,))
     torch.zeros(1, device=device)
 
