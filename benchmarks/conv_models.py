@@ -1,4 +1,4 @@
-"""Networks with the convolutions of ResNet-50 and YOLOv8n, in plain PyTorch."""
+"""Networks to measure whole training steps of. Some are in plain PyTorch, some in torchvision."""
 
 from __future__ import annotations
 
@@ -89,15 +89,66 @@ class YoloShaped(nn.Module):
         return torch.stack([out.float().square().mean() for out in outs]).sum()
 
 
+class UNet(nn.Module):
+    """A U-Net of four levels with 64 to 512 channels, two 3x3 convolutions each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (64, 128, 256, 512)
+
+        def pair(a: int, b: int) -> nn.Module:
+            return nn.Sequential(Unit(a, b, 3), Unit(b, b, 3))
+
+        self.down = nn.ModuleList(pair(a, b) for a, b in zip((3, *widths), widths, strict=False))
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * b, b, 2, 2) for b in widths[-2::-1])
+        self.up = nn.ModuleList(pair(2 * b, b) for b in widths[-2::-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = []
+        for level, block in enumerate(self.down):
+            x = block(nn.functional.max_pool2d(x, 2) if level else x)
+            seen.append(x)
+        for rise, block, skip in zip(self.rise, self.up, seen[-2::-1], strict=True):
+            x = block(torch.cat([rise(x), skip], 1))
+        return x
+
+
+NETWORKS = {
+    "ResNet-50": (32, (224, 224)),
+    "YOLOv8n": (8, (640, 640)),
+    "ConvNeXt-tiny": (32, (224, 224)),
+    "MobileNetV3": (32, (224, 224)),
+    "U-Net": (4, (256, 256)),
+    "3-D ResNet-18": (4, (16, 112, 112)),
+}
+"""Batch and input size of each network."""
+
+
+def _make(name: str) -> nn.Module:
+    own = {"ResNet-50": resnet50, "YOLOv8n": YoloShaped, "U-Net": UNet}
+    if name in own:
+        return own[name]()
+    from torchvision import models
+
+    made = {
+        "ConvNeXt-tiny": models.convnext_tiny,
+        "MobileNetV3": models.mobilenet_v3_large,
+        "3-D ResNet-18": models.video.r3d_18,
+    }
+    return made[name]()
+
+
 def training_step(name: str, device: str, *, is_half: bool, divisor: int = 1):
     """Return a function that runs one training step: forward, backward, SGD."""
     torch.manual_seed(0)
-    batch, size = {"ResNet-50": (32, 224), "YOLOv8n": (8, 640)}[name]
-    batch, size = max(1, batch // divisor), size // (2 if divisor > 1 else 1)
-    model = (resnet50() if name == "ResNet-50" else YoloShaped()).to(device)
-    kind = torch.channels_last if is_half else torch.contiguous_format
-    model = model.to(memory_format=kind)
-    x = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=kind)
+    batch, size = NETWORKS[name]
+    batch = max(1, batch // divisor)
+    size = tuple(n // (2 if divisor > 1 else 1) for n in size)
+    kind = torch.contiguous_format
+    if is_half:
+        kind = torch.channels_last if len(size) == 2 else torch.channels_last_3d
+    model = _make(name).to(device).to(memory_format=kind)
+    x = torch.randn(batch, 3, *size, device=device).contiguous(memory_format=kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> torch.Tensor:

@@ -263,9 +263,10 @@ def costs_of(way: Any, g: Any, which: str, a: torch.Tensor, b: torch.Tensor) -> 
     torch's own kernels are counted as a product over columns that are written and read once.
     """
     cap = 512 << 20
-    result = way.run(g, a, b, cap)
+    run = way.prepare(g, a, b, cap)
+    result = run(a, b)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
-        way.run(g, a, b, cap)
+        run(a, b)
         torch.cuda.synchronize()
     costs: dict[str, Any] = {"way": way.name, "pass": which}
     costs["launches"] = sum(e.device_type == torch.autograd.DeviceType.CUDA
@@ -278,6 +279,6 @@ def costs_of(way: Any, g: Any, which: str, a: torch.Tensor, b: torch.Tensor) -> 
         costs["operations"] = 2 * g.batch * g.num_positions * g.out_channels * depth
     elif not way.needs_triton:
         with Traffic() as seen:
-            way.run(g, a, b, cap)
+            run(a, b)
         costs |= {"bytes": seen.num_bytes, "operations": seen.num_operations}
     return costs

@@ -10,10 +10,14 @@ All contenders take turns in one run. None of them uses TF32 for float32.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from conv_models import training_step
+from conv_models import NETWORKS, training_step
 from conv_shapes import (
     LAYERS,
     OTHER_LAYERS,
@@ -60,7 +64,7 @@ def main(arguments: list[str]) -> int:
     command = shlex.join(["python", "benchmarks/convolution.py", *arguments])
     content = {"benchmark": "convolution", "date": today(), "command": command}
     content |= {"machine": machine, "versions": versions}
-    records: dict[str, Any] = {"layers": [], "caps": [], "steps": []}
+    records: dict[str, Any] = {"layers": [], "caps": [], "first": [], "steps": []}
 
     def keep(part: str, found: list[dict[str, Any]]) -> None:
         records[part] += found
@@ -69,10 +73,13 @@ def main(arguments: list[str]) -> int:
 
     for name in options.types:
         keep("layers", _layers(console, name, options))
-    missed = _judge(console, records["layers"], options.device)
+    missed = _judge(console, records["layers"], options.device) if records["layers"] else 0
     if "caps" in options.only and options.device == "cuda":
         keep("caps", _caps(console, options))
+    if "first" in options.only and options.device == "cuda":
+        keep("first", _first(console))
     if "steps" in options.only:
+        tuning.in_background, tuning.CREDIT_S = True, 1e9
         keep("steps", _steps(console, options))
     if options.save:
         console.print(f"Saved as benchmarks/results/convolution-{options.save}.json")
@@ -85,7 +92,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
     parser.add_argument("--types", type=lambda text: text.split(","), help="float32,bfloat16,...")
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=["layers", "steps", "caps"]
+        "--only", type=lambda text: text.split(","), default=["layers", "first", "steps", "caps"]
     )
     parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
@@ -290,7 +297,7 @@ def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]
     for name in ("network", *contenders(device)):
         if name != "unfold + matmul":
             table.add_column(name)
-    for network in ("ResNet-50", "YOLOv8n"):
+    for network in NETWORKS if device == "cuda" else ("ResNet-50", "YOLOv8n"):
         for is_half in (False, True) if device == "cuda" else (False,):
             step = training_step(
                 network, device, is_half=is_half, divisor=1 if device == "cuda" else 8
@@ -301,6 +308,7 @@ def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]
                     continue
                 with surroundings():
                     step()
+                    _tune(step)
                     memory[name] = peak_bytes(step) if device == "cuda" else 0
                 turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
             samples = take_turns(turns, min(options.repeats, 5))
@@ -312,6 +320,55 @@ def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]
             records.append({"network": title, "samples_ms": samples, "median_ms": medians,
                             "memory_bytes": memory})  # fmt: skip
     console.print(table)
+    return records
+
+
+def _tune(step: Callable[[], Any], limit_s: float = 60.0) -> None:
+    """Repeat a step until its shapes are tuned. All kernels are compiled at the same time."""
+    started_s = time.perf_counter()
+    while tuning.num_unfinished() and time.perf_counter() - started_s < limit_s:
+        step()
+
+
+FIRST = """
+import json, sys, time, torch
+sys.path.insert(0, sys.argv[1])
+from conv_models import training_step
+from penstock.conv import bypass_convolutions
+step, times = training_step(sys.argv[2], "cuda", is_half=False), []
+torch.cuda.synchronize()
+if sys.argv[3] == "Penstock":
+    bypass_convolutions("on", devices=("cuda",))
+elif sys.argv[3] == "ATen":
+    torch.backends.cudnn.enabled = False
+for _ in range(20):
+    started_s = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    times.append(time.perf_counter() - started_s)
+print(json.dumps(times))
+"""
+
+
+def _first(console: Console) -> list[dict[str, Any]]:
+    """Measure the first steps of new processes with empty caches."""
+    records = []
+    for network in ("MobileNetV3", "ConvNeXt-tiny"):
+        for name in ("cuDNN", "ATen", "Penstock"):
+            with tempfile.TemporaryDirectory() as folder:
+                names = ("PENSTOCK_CACHE_DIR", "TRITON_CACHE_DIR")
+                command = [sys.executable, "-c", FIRST, os.path.dirname(__file__), network, name]
+                environ = {**os.environ, **dict.fromkeys(names, folder)}
+                environ.pop("PENSTOCK_CONV_TUNE_S", None)
+                result = subprocess.run(
+                    command, env=environ, capture_output=True, text=True, check=True
+                )
+            times = json.loads(result.stdout.splitlines()[-1])
+            records.append({"network": network, "contender": name, "steps_s": times})
+            console.print(
+                f"{network}, {name}: first step {times[0]:.2f} s, "
+                f"longest later {max(times[1:]):.2f} s, 20 steps {sum(times):.1f} s"
+            )
     return records
 
 
