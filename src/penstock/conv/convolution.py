@@ -260,7 +260,7 @@ class ConvolutionRunner:
             return None
         dx = dw = db = None
         if _BOTH in plan.prepared:
-            dx, dw = plan.prepared[_BOTH](dy, x, w)  # type: ignore[call-arg, misc]
+            dx, dw = plan.prepared[_BOTH](dy, x, w)  # type: ignore[call-arg]
             self.counts[aten.NAME] = self.counts.get(aten.NAME, 0) + 2
         else:
             if of_x:

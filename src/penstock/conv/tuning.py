@@ -245,7 +245,7 @@ def _agrees(
 def time_once(
     candidate: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
 ) -> float:
-    """Return the milliseconds of a call: GPU time, and half of the launch time.
+    """Return the milliseconds of a call: the sum of GPU time and launch time.
 
     A training step is bound by the one or the other, and which of them is not known here.
     The caches of the GPU are overwritten before each call, because a training step does so too.
@@ -271,7 +271,7 @@ def time_once(
         gpu_ms.append(float(start.elapsed_time(end)))
         flush_ms = before.elapsed_time(start) / num_flushes
         num_flushes = max(num_flushes, min(MAX_FLUSHES, 1 + int(2 * launch_ms[-1] / flush_ms)))
-    return min(gpu_ms) + min(launch_ms) / 2
+    return min(gpu_ms) + min(launch_ms)
 
 
 # -- the file --------------------------------------------------------------------------------------

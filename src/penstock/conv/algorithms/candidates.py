@@ -270,9 +270,9 @@ def _prepare_turned(
         return kinds[step]
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        lefts = a.split(step)
-        rights = b.split(step) if is_weight else [b] * len(lefts)
-        parts = (kinds[len(x)](x, y) for x, y in zip(lefts, rights, strict=True))
+        starts = range(0, g.batch, step)
+        pairs = ((a[i : i + step], b[i : i + step] if is_weight else b) for i in starts)
+        parts = (kinds[len(left)](left, right) for left, right in pairs)
         if not is_weight:
             return torch.cat([*parts])
         total = next(parts).to(sum_dtype(a))

@@ -23,7 +23,7 @@ import torch
 
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch, four, kernels, two
-from penstock.conv.geometry import Geometry, Prepared, dense, empty, samples_under, sum_dtype
+from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, samples_under, sum_dtype
 
 BLOCK = 256
 
@@ -90,6 +90,8 @@ def _prepare(g: Geometry, dy: torch.Tensor) -> Prepared:
     )
 
     settle, is_last = dense(g, dy, g.out_channels, g.out_size), g.is_channels_last
+    errors: tuple[Sizes, Sizes]
+    matrix: tuple[Sizes, Sizes]
     if is_last:
         errors = ((g.batch * places, g.out_channels), (g.out_channels, 1))
         matrix = ((g.out_channels, depth), (depth, 1))

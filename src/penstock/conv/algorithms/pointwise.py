@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from penstock.conv.geometry import Geometry, Prepared, dense, empty, samples_under, sum_dtype
+from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, samples_under, sum_dtype
 
 
 def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
@@ -25,7 +25,7 @@ def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: in
     settle = _settle(g, x)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        y = multiply(settle(x).as_strided(*rows), w.contiguous().as_strided(*matrix))
+        y: torch.Tensor = multiply(settle(x).as_strided(*rows), w.contiguous().as_strided(*matrix))
         return y.as_strided(shape, strides)
 
     return run
@@ -41,8 +41,8 @@ def prepare_input_gradient(
     make, is_whole = empty(g, g.in_channels, g.in_size, dy.dtype), g.in_size == g.out_size
 
     def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        seen = multiply(settle(dy).as_strided(*rows), w.contiguous().as_strided(*matrix))
-        seen = seen.as_strided(shape, strides)
+        matrices = settle(dy).as_strided(*rows), w.contiguous().as_strided(*matrix)
+        seen: torch.Tensor = multiply(*matrices).as_strided(shape, strides)
         if is_whole:
             return seen
         dx = make(dy).zero_()
@@ -90,6 +90,8 @@ def prepare_weight_gradient(
         return lambda x, dy: weight_gradient(g, x, dy, cap_bytes)
     shape, strides = (outputs, inputs, *g.kernel), g.strides(inputs, g.kernel)
     settle, settle_error = _settle(g, x), dense(g, dy, outputs, g.out_size)
+    rows: tuple[Sizes, Sizes]
+    errors: tuple[Sizes, Sizes]
     if is_last:
         rows = ((g.batch * num, inputs), (inputs, 1))
         errors = ((outputs, g.batch * num), (1, outputs))

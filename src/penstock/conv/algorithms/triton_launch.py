@@ -79,7 +79,7 @@ def _start_of(compiled: Any, grid: tuple[int, ...]) -> Callable[..., Any] | None
     )
     if run is None or function is None or _raw_stream is None:
         return start
-    ways = [(run, (function, packed, None, None, None))]
+    ways: list[tuple[Any, tuple[Any, ...]]] = [(run, (function, packed, None, None, None))]
     sizes = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
     if sizes == [0, 0] and hasattr(run, "launch"):  # Triton 3.6: what ``run`` calls
         flags = (run.launch_cooperative_grid, run.launch_pdl)
