@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
         keep("first", _first(console))
     if "steps" in options.only:
         tuning.in_background, tuning.CREDIT_S = True, 1e9
-        keep("steps", _steps(console, options))
+        for network in NETWORKS if options.device == "cuda" else ("ResNet-50", "YOLOv8n"):
+            keep("steps", _steps(console, network, options))
     if options.save:
         console.print(f"Saved as benchmarks/results/convolution-{options.save}.json")
     return 1 if options.check and missed else 0
@@ -290,36 +291,30 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
 # -- training steps and memory caps ----------------------------------------------------------------
 
 
-def _steps(console: Console, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _steps(console: Console, network: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure training steps of a network, in float32 and on a GPU also in bfloat16."""
     records = []
     device = options.device
-    table = Table(title="Training steps, ms", title_justify="left")
-    for name in ("network", *contenders(device)):
-        if name != "unfold + matmul":
-            table.add_column(name)
-    for network in NETWORKS if device == "cuda" else ("ResNet-50", "YOLOv8n"):
-        for is_half in (False, True) if device == "cuda" else (False,):
-            step = training_step(
-                network, device, is_half=is_half, divisor=1 if device == "cuda" else 8
-            )
-            turns, memory = {}, {}
-            for name, (surroundings, method) in contenders(device).items():
-                if method == "unfold":
-                    continue
-                with surroundings():
-                    step()
-                    _tune(step)
-                    memory[name] = peak_bytes(step) if device == "cuda" else 0
-                turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
-            samples = take_turns(turns, min(options.repeats, 5))
-            medians = {k: statistics.median(v) for k, v in samples.items()}
-            title = f"{network} {'bfloat16' if is_half else 'float32'}"
-            table.add_row(
-                title, *(f"{ms:.1f} ({memory[k] / 2**30:.2f} GiB)" for k, ms in medians.items())
-            )
-            records.append({"network": title, "samples_ms": samples, "median_ms": medians,
-                            "memory_bytes": memory})  # fmt: skip
-    console.print(table)
+    for is_half in (False, True) if device == "cuda" else (False,):
+        step = training_step(network, device, is_half=is_half, divisor=1 if device == "cuda" else 8)
+        turns, memory = {}, {}
+        for name, (surroundings, method) in contenders(device).items():
+            if method == "unfold":
+                continue
+            with surroundings():
+                step()
+                _tune(step)
+                memory[name] = peak_bytes(step) if device == "cuda" else 0
+            turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
+        samples = take_turns(turns, min(options.repeats, 5))
+        medians = {k: statistics.median(v) for k, v in samples.items()}
+        title = f"{network} {'bfloat16' if is_half else 'float32'}"
+        times = ", ".join(
+            f"{k} {ms:.1f} ms ({memory[k] / 2**30:.2f} GiB)" for k, ms in medians.items()
+        )
+        console.print(f"{title}: {times}")
+        records.append({"network": title, "samples_ms": samples, "median_ms": medians,
+                        "memory_bytes": memory})  # fmt: skip
     return records
 
 
