@@ -40,6 +40,8 @@ from support.packed_sets import digest as digest_of_set
 
 MARK = "PENSTOCK_TEST_CLUSTER"
 """Set by the test. All processes of the cluster inherit it."""
+SECOND_NODE = "PENSTOCK_TEST_SECOND_NODE"
+"""Set in the processes of the second node only."""
 DRIVE = "--drive"
 LIMIT_S = 240.0
 """Reached only by a hang."""
@@ -73,6 +75,19 @@ class Images(torch.utils.data.Dataset):
 class Stuck(Images):
     def __setstate__(self, state: dict[str, Any]) -> None:
         time.sleep(3600)
+
+
+class Late(Images):
+    """On the second node, it cannot be unpickled until a file exists."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        while os.environ.get(SECOND_NODE) and not self.path.exists():
+            time.sleep(0.05)
 
 
 class Unreadable(Images):
@@ -155,7 +170,7 @@ def gather(loader: Any, num_nodes: int) -> int:
     while len(nodes_of(loader)) < num_nodes and time.monotonic() < limit:
         num_epochs += 1
         for _ in loader:
-            time.sleep(0.02)
+            time.sleep(0.05)
     return num_epochs
 
 
@@ -267,30 +282,22 @@ def mixed_auto(cluster: Cluster) -> dict[str, Any]:
 
 
 def late_node(cluster: Cluster) -> dict[str, Any]:
-    """Load while one node does not answer, and then with both."""
+    """Load while one node does not start its worker, and then with both."""
     await_free_cpus()
-    node = next(iter(cluster.worker_nodes))
-    raylets = [process.pid for name, process in node.live_processes() if name == "raylet"]
-    wait_s, ray_pool.GATHER_S = ray_pool.GATHER_S, 0.5
-    for pid in raylets:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        loader = make(Images(), persistent_workers=True)
+    with tempfile.TemporaryDirectory() as folder:
+        go_on = Path(folder, "go on")
+        loader = make(Late(str(go_on)), persistent_workers=True)
         epochs = [digest(loader)]
         num_before = len(nodes_of(loader))
-    finally:
-        ray_pool.GATHER_S = wait_s
-        for pid in raylets:
-            os.kill(pid, signal.SIGCONT)
-    num_skipped = gather(loader, 2)
-    epochs.append(digest(loader))
-    loader.close()
+        go_on.touch()
+        num_skipped = gather(loader, 2)
+        epochs.append(digest(loader))
+        loader.close()
     here = make(Images(), pool="inline", num_workers=0)
     return {
         "ray": epochs,
         "inline": [digest(here), digest(skip(here, num_skipped))],
         "nodes": [num_before, len(nodes_of(loader))],
-        "num_stopped": len(raylets),
         "num_restarts": loader.num_restarts,
     }
 
@@ -656,7 +663,7 @@ ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [ray_data, ray_train, sl
 def start_cluster() -> Cluster:
     """Start two nodes with one CPU each, and connect."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE})
-    cluster.add_node(num_cpus=1, **NODE)
+    cluster.add_node(num_cpus=1, env_vars={SECOND_NODE: "1"}, **NODE)
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     return cluster

@@ -17,8 +17,9 @@ from typing import Any
 
 from penstock.engine.parent.pools import Pool
 
-POLL_S = 0.005
-"""How often remote workers are asked for replies while none of this machine has sent one."""
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
+"""How often remote workers are asked for replies while nothing arrives, at first and later. Each
+time costs a fraction of a millisecond."""
 WINDOW_S = 2.0
 """With "auto", how long the training loop is watched."""
 WAITED_SHARE = 0.1
@@ -88,10 +89,11 @@ class MixedPool:
             events = self._local.receive(timeout_s)
             self._watch(start_s, bool(events))
             return events
-        limit_s = time.monotonic() + timeout_s
+        limit_s, poll_s = time.monotonic() + timeout_s, FIRST_POLL_S
         while True:
             left_s = max(0.0, limit_s - time.monotonic())
-            events = self._local.receive(min(left_s, POLL_S))
+            events = self._local.receive(min(left_s, poll_s))
+            poll_s = min(2 * poll_s, LAST_POLL_S)
             events += [(self._first + worker, event) for worker, event in self._remote.receive(0)]
             self._update()
             if events or time.monotonic() >= limit_s:

@@ -76,7 +76,6 @@ def test_automatic_remote_workers_join_only_if_the_loop_waits(found: Findings) -
 
 def test_a_node_that_answers_late_joins_while_the_others_load(found: Findings) -> None:
     loaded = found("late_node")
-    assert loaded["num_stopped"] == 1
     assert loaded["nodes"] == [1, 2]
     assert loaded["ray"] == loaded["inline"]
     assert loaded["num_restarts"] == 0
