@@ -16,8 +16,8 @@ parts="integration faults repo legacy vision others unit"
 # The environments of these legs are built last, so their tests come last.
 # On arm64 the Windows leg runs under box64. Beside other legs, its first 15 tests of 218 took 12
 # minutes there, so it is left to `make test-windows`.
-late="remote windows formats"
-[ "$(uname -m)" != aarch64 ] || late="remote formats"
+late="remote windows ray formats"
+[ "$(uname -m)" != aarch64 ] || late="remote ray formats"
 [ -z "${SLOW:-}" ] || parts="python314 $parts $late"
 notes=$(mktemp -d)
 : >"$notes/summary"
@@ -36,7 +36,7 @@ run_lane() {
 # run_part PART: waits for its environment (see below), runs it and records the outcome.
 run_part() {
     case $1 in
-    vision | legacy | remote | windows | formats) name=$1 env_log=$notes/env-$1 ;;
+    vision | legacy | remote | windows | ray | formats) name=$1 env_log=$notes/env-$1 ;;
     python314) name=$1 env_log=/dev/null ;;
     *) name="core: $1" env_log=/dev/null ;;
     esac

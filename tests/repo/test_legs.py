@@ -24,7 +24,7 @@ PARTS = [
     "legacy",
     "vision",
 ]
-MORE_PARTS = ["formats", "python314", "remote", "windows"]
+MORE_PARTS = ["formats", "python314", "ray", "remote", "windows"]
 """Legs of ``make test-all`` only."""
 MAKE = """#!/bin/sh
 echo "$2" >>called

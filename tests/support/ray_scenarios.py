@@ -599,10 +599,10 @@ def node_kills(cluster: Cluster) -> dict[str, Any]:
 
 
 def slow_link(cluster: Cluster) -> dict[str, Any]:
-    """Load with a node behind a link of 10 Mbit/s and 20 ms, in a network namespace."""
+    """Load with a node behind a link of 10 Mbit/s, in a network namespace."""
     name = f"penstock{os.getpid()}"
     ours, theirs, network = f"pa{os.getpid()}", f"pb{os.getpid()}", "10.77.0"
-    inside = ["ip", "netns", "exec", name]
+    inside, rate = ["ip", "netns", "exec", name], "tbf rate 10mbit burst 32kbit latency 400ms"
     commands = [
         f"ip netns add {name}",
         f"ip link add {ours} type veth peer name {theirs}",
@@ -613,8 +613,8 @@ def slow_link(cluster: Cluster) -> dict[str, Any]:
         f"ip -n {name} link set {theirs} up",
         f"ip -n {name} link set lo up",
         f"ip -n {name} route add default via {network}.1",
-        f"tc qdisc add dev {ours} root netem rate 10mbit delay 10ms",
-        f"ip netns exec {name} tc qdisc add dev {theirs} root netem rate 10mbit delay 10ms",
+        f"tc qdisc add dev {ours} root {rate}",
+        f"ip netns exec {name} tc qdisc add dev {theirs} root {rate}",
     ]
     start = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     start += [f"--address={cluster.address}", f"--node-ip-address={network}.2", "--num-cpus=1"]
