@@ -49,8 +49,8 @@ def _folder() -> str | None:
 def _umask() -> int | None:
     """Return the file mode mask. Only Linux shows it without changing it."""
     try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-            masks = [line.split()[1] for line in status if line.startswith("Umask:")]
+        with open("/proc/self/status", "rb") as status:
+            masks = [line.split()[1] for line in status if line.startswith(b"Umask:")]
         return int(masks[0], 8)
     except (OSError, IndexError, ValueError):
         return None
