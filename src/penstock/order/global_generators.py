@@ -402,6 +402,7 @@ class StateReads:
         self.of_globals = self.of_torch = object()
         self.num_users = 0
         self._lock = threading.Lock()
+        self._has_numpy: bool | None = None
         self._readers: list[tuple[dict[str, Any], str, Any, Any]] = []
         """Namespace and name of each function that reads a state, the function, and the watched
         version of it. Kept, because each batch without workers replaces and restores them."""
@@ -412,9 +413,11 @@ class StateReads:
             self.num_users += 1
             if self.num_users > 1:
                 return
-            found = [reader for reader in _READERS if reader[0] in sys.modules]
-            if len(found) != len(self._readers) or self._are_replaced():
+            has_numpy = "numpy.random" in sys.modules
+            if has_numpy is not self._has_numpy or self._are_replaced():
+                found = [reader for reader in _READERS if reader[0] in sys.modules]
                 self._readers = [_find_reader(*reader) for reader in found]
+                self._has_numpy = has_numpy
             for namespace, name, _, watched in self._readers:
                 namespace[name] = watched
 
