@@ -14,12 +14,16 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from penstock.order.rng import OUTSIDE, active, of_task
 from penstock.user_objects import probe
+
+CANCEL_LIMIT_S = 5.0
+"""After Ctrl-C, a sample may take this long to end. Then its thread is left behind."""
 
 
 def sample_getter(dataset: Any) -> Callable[[Any], Any]:
@@ -40,20 +44,20 @@ def load_sample(dataset: Any, index: Any) -> Any:
         (8, 8)
     """
     sample = dataset[index]
-    return wait_for(sample) if inspect.iscoroutine(sample) else sample
+    return wait_for(sample, index) if inspect.iscoroutine(sample) else sample
 
 
 def _load_by_batch(dataset: Any, index: Any) -> Any:
-    return wait_for(dataset.__getitems__([index]))[0]
+    return wait_for(dataset.__getitems__([index]), index)[0]
 
 
-def wait_for(coroutine: Any) -> Any:
-    """Run a coroutine to its end in the event loop of this thread."""
+def wait_for(coroutine: Any, index: Any = None) -> Any:
+    """Run the coroutine of sample ``index`` to its end in the event loop of this thread."""
     loop, context = loop_of_thread(), contextvars.copy_context()
     if active.rng is not None and active.rng.position != OUTSIDE:
         context.run(of_task.set, active.rng)  # the loop may run in a different thread
     task = context.run(loop.create_task, coroutine)
-    run_loop(loop, task)
+    run_loop(loop, task, lambda: f"async sample {index!r}")
     return task.result()
 
 
@@ -89,28 +93,49 @@ def loop_of_thread() -> asyncio.AbstractEventLoop:
     return held[1].loop
 
 
-def run_loop(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
-    """Run a loop until ``future`` is done, also in a thread that already runs one (a notebook)."""
+def run_loop(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], describe: Callable[[], str]
+) -> None:
+    """Run a loop until ``future`` is done, also in a thread that already runs one (a notebook).
+
+    Args:
+        describe: Returns what is loaded. After Ctrl-C, it is a note of the error.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        loop.run_until_complete(future)
+        with _noting(describe):
+            loop.run_until_complete(future)
         return
     failed: list[BaseException] = []
+    has_ended = threading.Event()  # after Ctrl-C, Thread.join may say so too early (Python 3.11)
 
     def run() -> None:
         try:
             loop.run_until_complete(future)
         except BaseException as error:
             failed.append(error)
+        has_ended.set()
 
     thread = threading.Thread(target=run, name="penstock-async-samples", daemon=True)
     thread.start()
-    try:
-        thread.join()
-    except BaseException:  # Ctrl-C
-        loop.call_soon_threadsafe(future.cancel)
-        thread.join()
-        raise
+    with _noting(describe):
+        try:
+            has_ended.wait()
+        except BaseException:  # Ctrl-C
+            loop.call_soon_threadsafe(future.cancel)
+            if not has_ended.wait(CANCEL_LIMIT_S):
+                _thread_loop.held = None  # the next sample gets a new loop
+            raise
     if failed:
         raise failed[0]
+
+
+@contextmanager
+def _noting(describe: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"while loading {describe()}")
+        raise

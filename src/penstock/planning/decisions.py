@@ -121,7 +121,7 @@ def make_plan(machine: Machine, request: LoaderRequest, work: Workload) -> Plan:
         slot_memory=_count_slots(request, work, pool.value, workers.value),
         randomness=_choose_randomness(request, work),
     )
-    return plan._replace(warnings=tuple(_warnings(plan, machine, request)))
+    return plan._replace(warnings=tuple(_warnings(plan, machine, request, work)))
 
 
 def choose_pool(
@@ -255,7 +255,7 @@ def _choose_randomness(request: LoaderRequest, work: Workload) -> Choice:
     return Choice("sample", "the same bits for any number of workers", "rule")
 
 
-def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]:
+def _warnings(plan: Plan, machine: Machine, request: LoaderRequest, work: Workload) -> list[str]:
     """Return a line for each given option that causes problems. Its last sentence is the fix."""
     found = []
     free = machine.available_bytes or machine.usable_memory_bytes
@@ -270,7 +270,7 @@ def _warnings(plan: Plan, machine: Machine, request: LoaderRequest) -> list[str]
             "multiprocessing_context='fork' copies a process that holds a GPU context: workers "
             "that use it hang or crash. Omit multiprocessing_context."
         )
-    if request.has_sample_limit and plan.pool.value == "inline":
+    if request.has_sample_limit and plan.pool.value == "inline" and not work.in_flight:
         found.append(
             "sample_timeout_s has no effect, because samples are loaded in this process. "
             "Use num_workers=1 or more."

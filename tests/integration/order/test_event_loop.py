@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,52 @@ def test_it_works_beside_a_running_loop_as_in_a_notebook() -> None:
         return load_sample(Pages(), 3)
 
     assert asyncio.run(cell())[0] == 3
+
+
+INTERRUPTED = """
+import asyncio, os, signal, threading, time
+from penstock import DataLoader
+from penstock.order import event_loop
+
+class Pages:
+    def __len__(self):
+        return 20
+
+    async def __getitem__(self, index):
+        if index == 13:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return await no_answer()
+        return index
+
+async def no_answer():
+    await asyncio.sleep(3600) if {ends} else time.sleep(3600)
+
+async def cell():
+    for _ in DataLoader(Pages(), batch_size=5):
+        pass
+
+event_loop.CANCEL_LIMIT_S = {limit_s}
+before = event_loop.loop_of_thread()
+try:
+    asyncio.new_event_loop().run_until_complete(cell())
+except KeyboardInterrupt as error:
+    print("interrupted", *getattr(error, "__notes__", []))
+print("same loop", event_loop.loop_of_thread() is before)
+os._exit(0)  # a sample that does not end would have to be waited for
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT from a thread")
+@pytest.mark.parametrize("ends", [True, False])
+def test_ctrl_c_in_a_notebook_names_the_sample_even_if_it_does_not_end(ends: bool) -> None:
+    code = INTERRUPTED.format(ends=ends, limit_s=120 if ends else 0.5)
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "interrupted" in told.stdout, told.stderr
+    assert f"same loop {ends}" in told.stdout
+    if sys.version_info >= (3, 11):
+        assert "while loading async sample 13" in told.stdout
+        assert "in no_answer" in told.stdout or not ends
 
 
 def test_the_context_of_the_caller_is_seen() -> None:

@@ -186,9 +186,22 @@ class AsyncSamples:
         """Run the event loop until ``future`` is done."""
         self._paused_s += time.monotonic() - self._stopped_s
         try:
-            run_loop(self.loop, future)
+            run_loop(self.loop, future, self._describe_awaited)
         finally:
             self._stopped_s = time.monotonic()
+
+    def _describe_awaited(self) -> str:
+        """Return the sample that computes, or else the one that is waited for."""
+        started = [sample for group in self._groups.values() for sample in group.values()]
+        coroutines: dict[AsyncSample, Any] = {
+            s: s.task.get_coro() for s in started if s.task is not None and not s.is_over
+        }
+        running = [sample for sample, made in coroutines.items() if made.cr_running]
+        sample = running[0] if running else self.awaited
+        if sample is None:
+            return "async samples"
+        stack = stack_of(coroutines.get(sample))
+        return f"async sample {sample.index!r}" + (f", which waits here:\n{stack}" if stack else "")
 
     def settle(self) -> None:
         """Let cancelled samples end: their ``finally`` blocks close connections."""

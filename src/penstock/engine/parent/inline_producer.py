@@ -76,7 +76,12 @@ def _make_flight(context: LoadContext) -> AsyncSamples:
     randomness = None
     if context.settings.per_sample:
         randomness = AsyncRandomness(context.base_seed, context.dataset)
-    return AsyncSamples(context.settings.in_flight, randomness=randomness, is_shared=True)
+    return AsyncSamples(
+        context.settings.in_flight,
+        randomness=randomness,
+        is_shared=True,
+        timeout_s=context.parts.faults.sample_timeout_s,
+    )
 
 
 def _find_gatherer(dataset: Any) -> Gatherer | None:

@@ -11,6 +11,7 @@ import pickle
 import select
 import struct
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -53,18 +54,33 @@ class ProcessPool:
         self._channels: list[Any] = []
         self._cells = cells
         self._launcher = launcher
+        self._num_workers = num_workers
+        self._lock = threading.Lock()
         self._is_stopped = False
         self._owner = os.getpid()
+        living_pools.add(self)
+
+    def start(self) -> None:
+        """Start all workers. May run in a thread of its own. Ends early if the pool is stopped.
+
+        Raises:
+            StartFailed, OSError: A worker does not start.
+        """
         try:
-            for number in range(num_workers):
+            for number in range(self._num_workers):
                 process, channel = self._start(number)
-                self.processes.append(process)
-                self._channels.append(channel)
+                with self._lock:
+                    self.processes.append(process)
+                    self._channels.append(channel)
+                    is_stopped = self._is_stopped
+                if is_stopped:
+                    process.kill()
+                    channel.close()
+                    return
         except BaseException:
             self.stop()
             raise
         self._poller = ChannelPoller(self._channels)
-        living_pools.add(self)
 
     def _start(self, number: int, *, at_once: bool = False) -> tuple[Process, Any]:
         process, pipe, greeting = self._launcher.start(number, at_once=at_once)
@@ -155,7 +171,8 @@ class ProcessPool:
         """
         if self._is_stopped or self._owner != os.getpid():
             return
-        self._is_stopped = True
+        with self._lock:
+            self._is_stopped = True
         self._cells[PASS_CELL] = STOP
         for channel in self._channels:
             # Send a stop message too, because a forked sibling may hold our end open.

@@ -1,7 +1,8 @@
 """Changes the number of workers of ``num_workers="auto"`` while an epoch runs.
 
     every WINDOW_S: the totals of the window -> WorkerTuning -> another number
-        -> a second pool loads from the next batch on; the first one is drained, then stopped
+        -> a second pool is started in a thread, so that no batch is late
+        -> it loads from the next batch on; the first pool is drained, then stopped
 
 The batches do not change: each pool loads the samples of its positions. Epochs shorter than a
 window are added up, and a new number applies from the next one on. The reason is in the plan, and
@@ -65,9 +66,10 @@ class ResizingProducer:
         """Several threads can share one iterator."""
         self._producer = self._make_producer()
         self._next: WorkerProducer | None = None
+        """The second pool."""
 
-    def _make_producer(self) -> WorkerProducer:
-        producer = WorkerProducer(self._context, self._pickled)
+    def _make_producer(self, *, in_background: bool = False) -> WorkerProducer:
+        producer = WorkerProducer(self._context, self._pickled, in_background=in_background)
         producer.stops_at_end = False  # their CPU time is read first
         return producer
 
@@ -77,7 +79,7 @@ class ResizingProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         self._epoch = epoch
-        if self._next is not None:
+        if self._next is not None and self._finish_start(self._next):
             self._switch(self._next)
         elif self._is_outdated():
             self._switch(self._make_producer())
@@ -103,6 +105,8 @@ class ResizingProducer:
             now_s = time.perf_counter()
             self._waited_s += now_s - start_s
             self._num_batches += 1
+            if self._has_started():
+                self._hand_over()
             if now_s - self._start_s >= WINDOW_S and self._num_batches >= MIN_BATCHES:
                 self._end_window()
             return batch
@@ -111,7 +115,7 @@ class ResizingProducer:
         try:
             return self._producer.next_batch()
         except StopIteration:
-            if self._next is None:
+            if self._next is None or self._next.dispatcher is None:
                 raise
         self._switch(self._next)
         return self._producer.next_batch()
@@ -181,7 +185,7 @@ class ResizingProducer:
                 self._consider(tuning.carried)
                 tuning.carried = WindowTotals()
         if not self._context.is_persistent:
-            self._producer.stop()
+            self.stop()
 
     # -- changing the number ---------------------------------------------------------------------
 
@@ -216,16 +220,45 @@ class ResizingProducer:
             loader._settle(context.settings)
             return
         waits = f"samples wait {1 - known['busy_share']:.0%}"  # of the time; names are short
+        self._fallback = before, measured_before
         try:
             with span(f"auto: {before.num_workers} to {num_workers} workers, {waits}"):
-                following = self._make_producer()
+                self._next = self._make_producer(in_background=True)
         except (PenstockError, OSError) as error:
-            context.settings, loader._measured = before, measured_before
+            self._give_up(error)
+        else:
+            loader._settle(context.settings)
+
+    def _has_started(self) -> bool:
+        """Return True once, when all workers of the second pool are started."""
+        following = self._next
+        if following is None or following.dispatcher is not None or following.is_starting:
+            return False
+        return self._finish_start(following)
+
+    def _finish_start(self, following: WorkerProducer) -> bool:
+        try:
+            if following.dispatcher is None:
+                following.finish_start()
+        except (PenstockError, OSError) as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        context, loader = self._context, self._context.loader()
+        context.note(f"{context.settings.num_workers} workers could not be started: {error}")
+        self._next, (context.settings, measured) = None, self._fallback
+        if loader is not None:
+            loader._measured = measured
+            loader._settle(context.settings)
             _tuning_of(loader).give_up(time.perf_counter())
-            context.note(f"{num_workers} workers could not be started: {error}")
-            return
-        loader._settle(context.settings)
-        self._next = following
+
+    def _hand_over(self) -> None:
+        """Let the second pool load from the next batch on."""
+        dispatcher, following = self._producer.dispatcher, self._next
+        assert dispatcher is not None
+        assert following is not None
         following.start_epoch(self._epoch._replace(num_taken=dispatcher.end_early()))
 
 

@@ -56,7 +56,7 @@ def _make_pool(
     policy: RestartPolicy,
     pickled: PickledObjects | None,
 ) -> Pool:
-    """Start a pool. It does not hold the producer, so dropping an iterator ends its workers."""
+    """Make a pool. It does not hold the producer, so dropping an iterator ends its workers."""
     settings = context.settings
     objects, worker_entry = context.worker_objects(), context.parts.worker_entry
     if kind == "thread":
@@ -104,9 +104,16 @@ class WorkerProducer:
 
     Args:
         pickled: The user's objects, if they are already pickled.
+        in_background: Start worker processes in a thread. See :meth:`finish_start`.
     """
 
-    def __init__(self, context: LoadContext, pickled: PickledObjects | None = None) -> None:
+    def __init__(
+        self,
+        context: LoadContext,
+        pickled: PickledObjects | None = None,
+        *,
+        in_background: bool = False,
+    ) -> None:
         self._context = context
         self._lock = threading.Lock()
         """Several threads can share one iterator."""
@@ -114,13 +121,17 @@ class WorkerProducer:
         self._has_told_size = False
         self.stops_at_end = not context.is_persistent
         self.dispatcher: Dispatcher | None = None
-        self._start(pickled)
+        self._prepare(pickled)
+        if in_background:
+            self._start.begin()
+        else:
+            self.finish_start()
 
     @property
     def workers(self) -> list[Any]:
         return [] if self.dispatcher is None else self.dispatcher.pool.processes
 
-    def _start(self, pickled: PickledObjects | None = None) -> None:
+    def _prepare(self, pickled: PickledObjects | None = None) -> None:
         context = self._context
         settings, recorder = context.settings, context.parts.recorder
         per_sample = settings.per_sample and not context.is_iterable
@@ -157,6 +168,7 @@ class WorkerProducer:
         if num_remote:
             from penstock.engine.parent.mixed_pool import MixedPool
 
+            _PoolStart(pool).finish()
             pool = MixedPool(
                 pool,
                 num_remote,
@@ -164,6 +176,24 @@ class WorkerProducer:
                 is_auto=settings.remote_workers == "auto",
                 note=context.note,
             )
+        self._pool = pool
+        self._prepared = task, memory, cells, policy, start_ns
+        self._start = _PoolStart(self._pool)
+
+    @property
+    def is_starting(self) -> bool:
+        """True while the workers are started in the background."""
+        return self._start.is_running
+
+    def finish_start(self) -> None:
+        """Wait until all workers are started, and make the dispatcher.
+
+        Raises:
+            StartFailed, OSError: A worker does not start.
+        """
+        self._start.finish()
+        context, pool = self._context, self._pool
+        task, memory, cells, policy, start_ns = self._prepared
         with importing():  # while the workers start
             from penstock.engine.parent.dispatch import Dispatcher
 
@@ -176,7 +206,7 @@ class WorkerProducer:
             can_split=self._can_split(task),
             policy=policy,
         )
-        recorder.record_launch(start_ns, settings.num_workers)
+        context.parts.recorder.record_launch(start_ns, len(pool.processes))
 
     def _num_remote(self) -> int:
         """Return the number of workers on other machines beside those of this machine.
@@ -225,7 +255,8 @@ class WorkerProducer:
 
     def start_epoch(self, epoch: EpochPass) -> None:
         if self.dispatcher is None or self.dispatcher.is_closed:
-            self._start()  # persistent workers were stopped by a failure
+            self._prepare()  # persistent workers were stopped by a failure
+            self.finish_start()
         assert self.dispatcher is not None
         self.dispatcher.start_epoch(epoch)
 
@@ -267,9 +298,46 @@ class WorkerProducer:
     def stop(self) -> None:
         if self.dispatcher is not None:
             self.dispatcher.close()
+        else:
+            self._pool.stop()
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # At interpreter exit, the exit handlers have already stopped the workers, and only names
         # bound here are sure to exist.
-        if not is_ending() and getattr(self, "dispatcher", None) is not None:
+        if not is_ending() and hasattr(self, "_pool"):
             self.stop()
+
+
+class _PoolStart:
+    """The start of a pool, at once or in a thread. Threads and Ray actors start with their pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._run = pool.start if isinstance(pool, ProcessPool) else lambda: None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self) -> None:
+        """Start the workers in a thread: the fork server answers each request after a while."""
+        self._thread = threading.Thread(
+            target=self._run_in_thread, name="penstock-start-workers", daemon=True
+        )
+        self._thread.start()
+
+    def _run_in_thread(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until all workers are started. Raises the error of their start."""
+        if self._thread is None:
+            self._run()
+            return
+        self._thread.join()  # bounded: each answer of the fork server is
+        if self._error is not None:
+            raise self._error

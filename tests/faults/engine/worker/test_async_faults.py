@@ -162,10 +162,11 @@ def test_pages_of_a_real_server_arrive_in_order(server: Server, arguments: Any) 
     assert server.most_open > 2  # more than there are workers
 
 
-def test_a_server_that_stops_answering_is_named_in_time(server: Server) -> None:
+@pytest.mark.parametrize("arguments", [WORKERS, {"num_workers": 0}])
+def test_a_server_that_stops_answering_is_named_in_time(server: Server, arguments: Any) -> None:
     server.silent = {13}
     with pytest.raises(SampleTimeout, match="sample 13 did not finish within 1 s") as caught:
-        batches(Pages(server.port), sample_timeout_s=LIMIT_S, **WORKERS)
+        batches(Pages(server.port), sample_timeout_s=LIMIT_S, **arguments)
     lines = [line for line in str(caught.value).splitlines() if line.startswith("  File")]
     assert lines[0].endswith("in __getitem__")
     assert lines[1].endswith("in fetch")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch.utils.data import Dataset
 
 from penstock import DataLoader
 from penstock.engine.parent import resizing
+from penstock.engine.parent.fork_server import ForkServer
+from penstock.engine.parent.resizing import ResizingProducer
 from penstock.machine.collect import quick_facts
 from penstock.machine.host import busy_s_of
 from support.datasets import assert_same, collect, draw
@@ -118,6 +123,73 @@ def test_numbers_that_are_tried_and_taken_back_change_no_batch(tmp_path: Any) ->
     assert_same(batches, expected(data))
     assert len(set(numbers)) > 1
     assert loader.plan.num_workers.value == numbers[-1]
+
+
+def watched(data: Changing) -> tuple[DataLoader[Any], Iterator[tuple[Any, ResizingProducer]]]:
+    """Return a loader, and its batches with the producer, once there are workers."""
+    torch.manual_seed(0)
+    loader = DataLoader(data, batch_size=4, num_workers="auto")
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        batches = iter(loader)
+        for batch in batches:
+            inner: Any = batches
+            yield batch, inner._producer._worker_producer
+
+    return loader, batches()
+
+
+@pytest.mark.slow
+@needs_cores
+def test_workers_that_cannot_be_started_leave_the_first_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = Changing(2_400, 600, 0.002, 0.05)
+    loader, watched_batches = watched(data)
+    fork, has_failed, batches = ForkServer.fork, False, []
+
+    def fail(self: ForkServer, *given: Any) -> Any:
+        nonlocal has_failed
+        if threading.current_thread().name == "penstock-start-workers":
+            has_failed = True
+            raise OSError(errno.EAGAIN, "no more processes")
+        return fork(self, *given)
+
+    monkeypatch.setattr(ForkServer, "fork", fail)
+    for batch, producer in watched_batches:
+        batches.append(batch)
+        if producer is not None and not has_failed:
+            num_first = len(producer.workers)
+    assert has_failed
+    assert_same(collect(batches), expected(data))
+    assert loader.plan.num_workers.value == num_first
+    assert any("could not be started" in note for note in loader.plan.notes)
+
+
+@pytest.mark.slow
+@needs_cores
+def test_an_epoch_left_while_workers_start_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fork = ForkServer.fork
+
+    def slowly(self: ForkServer, *given: Any) -> Any:
+        time.sleep(0.1)
+        return fork(self, *given)
+
+    monkeypatch.setattr(ForkServer, "fork", slowly)
+    _, batches = watched(Changing(2_400, 400, 0.002, 0.05))
+    for _, producer in batches:
+        if producer is not None and producer._next is not None and producer._next.is_starting:
+            break
+    pool: Any = producer._next._pool
+    num_started = len(pool.processes)
+    del producer, batches
+    limit_s = time.monotonic() + 120
+    while any(process.is_alive() for process in pool.processes) and time.monotonic() < limit_s:
+        time.sleep(0.05)
+    assert not any(process.is_alive() for process in pool.processes)
+    assert len(pool.processes) <= num_started + 2  # it did not go on
 
 
 class Epochs(Changing):
