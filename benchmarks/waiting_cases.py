@@ -35,7 +35,7 @@ from waiting_datasets import AsyncDelayed, AsyncFetched, Delayed, Fetched, InThr
 
 BATCH_SIZE = 16
 WAIT_S = 0.02
-WARM_UP_S, TUNING_S = 1.0, 10.0
+WARM_UP_S, TUNING_S = 1.0, 14.0
 """Before a rate is measured. "auto" tries several numbers of workers."""
 NUM_WINDOWS = 3
 """A rate is measured for this many windows of the other benchmarks: 4.5 s."""
