@@ -50,8 +50,7 @@ from penstock.sources.remote.cache_table import (
     split_position,
 )
 from penstock.sources.remote.object_list import OBJECTS
-from penstock.sources.remote.object_store import FetchFailed, ObjectStore
-from penstock.sources.remote.set_lookup import store_manifest
+from penstock.sources.remote.object_store import FetchFailed, ObjectStore, store_manifest
 from penstock.sources.remote.use_order import (
     NEVER,
     PlannedFetch,

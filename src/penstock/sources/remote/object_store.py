@@ -10,6 +10,7 @@ used, and its credentials where boto3 is installed.
 from __future__ import annotations
 
 import configparser
+import hashlib
 import importlib.util
 import os
 import random
@@ -32,6 +33,10 @@ _REFUSED = (
     "TokenRefreshRequired",
     "RequestExpired",
     "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "status code: 403",  # for lists, obstore has no exception of its own
+    "403 Forbidden",
 )
 _ROLES = ("169.254.", "metadata.google.internal", "/latest/api/token", "/latest/meta-data/")
 """Parts of the addresses where cloud machines look for credentials if none are configured."""
@@ -43,6 +48,8 @@ _CREDENTIALS = {
     "gs": "export GOOGLE_APPLICATION_CREDENTIALS=/path/to/key.json",
     "az": "export AZURE_STORAGE_ACCOUNT_NAME=... AZURE_STORAGE_ACCOUNT_KEY=...",
 }
+_MANIFEST = "manifest.json"
+"""That of :mod:`penstock.sources.manifest`, which imports NumPy."""
 _WITHOUT_RANGES = ("non-partial response", "Operation not supported")
 
 
@@ -239,6 +246,19 @@ class ObjectStore:
             "the network or the storage is down or overloaded.",
             "run again later; a larger network_timeout_s= waits longer",
         )
+
+
+def store_manifest(options: dict[str, Any]) -> str:
+    """Fetch the manifest of a set into the cache. Returns the set's folder there."""
+    store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+    content = store.read(_MANIFEST)
+    folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    part = os.path.join(folder, f"{_MANIFEST}.{os.getpid()}")
+    with open(part, "wb") as file:
+        file.write(content)
+    os.replace(part, os.path.join(folder, _MANIFEST))
+    return folder
 
 
 def _entry_of(meta: Mapping[str, Any]) -> ObjectEntry:

@@ -8,7 +8,6 @@ Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -19,23 +18,7 @@ from typing import Any
 
 from penstock.sources.remote.address import without_secrets
 from penstock.sources.remote.object_list import find_objects
-from penstock.sources.remote.object_store import FetchFailed, ObjectStore
-
-_MANIFEST = "manifest.json"
-"""That of :mod:`penstock.sources.manifest`, which imports NumPy."""
-
-
-def store_manifest(options: dict[str, Any]) -> str:
-    """Fetch the manifest of a set into the cache. Returns the set's folder there."""
-    store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
-    content = store.read(_MANIFEST)
-    folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    part = os.path.join(folder, f"{_MANIFEST}.{os.getpid()}")
-    with open(part, "wb") as file:
-        file.write(content)
-    os.replace(part, os.path.join(folder, _MANIFEST))
-    return folder
+from penstock.sources.remote.object_store import FetchFailed, ObjectStore, store_manifest
 
 
 def open_set(arguments: str) -> None:
