@@ -64,7 +64,8 @@ class RangeServer:
         self.seen_keys: set[str] = set()
         self.most_at_once = 0
         self.on_request: Callable[[str], None] | None = None
-        self._at_once = 0
+        self.num_at_once = self.num_sent = 0
+        """Requests that are being answered, and answers with a body that were sent whole."""
         self._mutex = threading.Lock()
         self._free_s = 0.0
         self._port = 0
@@ -141,13 +142,13 @@ class RangeServer:
     @contextlib.contextmanager
     def counted(self):
         with self._mutex:
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
+            self.num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
         try:
             yield
         finally:
             with self._mutex:
-                self._at_once -= 1
+                self.num_at_once -= 1
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -263,6 +264,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             self.owner.pace(len(piece))
             self.wfile.write(piece)
+        self.owner.num_sent += 1
 
     def log_message(self, *_: object) -> None:
         pass

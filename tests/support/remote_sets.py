@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ needs_obstore = pytest.mark.skipif(
 )
 NUM_SAMPLES, SHAPE = 1200, (96, 96, 3)
 """About 33 MB of pixels: 9 blocks in 3 shards, and files of one block."""
+EVERY = range(0, NUM_SAMPLES, 29)
+HALF_BYTES = 20 << 20
+"""A cache of about half the set, so that blocks are always downloaded."""
 
 
 class Photos:
@@ -106,6 +111,57 @@ def kill_downloader(dataset: Any, limit_s: float = 60.0) -> None:
         os.kill(int(table.header["pid"][0]), signal.SIGKILL)
 
 
+def assert_same(remote: RemoteSet, ours: Any, indices: Any = EVERY) -> None:
+    """Compare samples with those of the local set."""
+    local = remote.open_local()
+    for index in indices:
+        assert is_same(ours[index], local[index]), index
+
+
+def read_during(disturb: Callable[[], None], remote: RemoteSet, ours: Any) -> int:
+    """Compare random samples with the local set while ``disturb`` runs. Returns how many."""
+    local, chosen, num_read = remote.open_local(), np.random.default_rng(0), 0
+    with ThreadPoolExecutor(1) as pool:
+        disturbed = pool.submit(disturb)
+        while not disturbed.done():
+            index = int(chosen.integers(0, NUM_SAMPLES))
+            assert is_same(ours[index], local[index]), index
+            num_read += 1
+        disturbed.result()  # its own failures count too
+    return num_read
+
+
+def kill_often(dataset: Any, num_kills: int, seed: int) -> None:
+    """Kill the downloader of a set at random times, each time after the next one has started."""
+    chance = random.Random(seed)
+    for _ in range(num_kills):
+        table, deadline_s = table_of(dataset), time.monotonic() + 240
+        while not table.is_served():
+            assert time.monotonic() < deadline_s, "no downloader started"
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 1.0))  # while it downloads
+        kill_downloader(dataset)
+        killed = int(table.header["pid"][0])
+        # The heartbeat of the one that was killed ages, or the next one has started already.
+        while table.is_served() and int(table.header["pid"][0]) == killed:
+            assert time.monotonic() < deadline_s, "the heartbeat goes on after a kill"
+            time.sleep(0.05)
+
+
+def restart_often(server: RangeServer, num_restarts: int, seed: int) -> None:
+    """Kill a server in the middle of requests, and start it again. Some are answered between."""
+    chance = random.Random(seed)
+    for _ in range(num_restarts):
+        num_sent, deadline_s = server.num_sent, time.monotonic() + 240
+        while server.num_sent == num_sent or not server.num_at_once:
+            assert time.monotonic() < deadline_s, "no request came"
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.05))
+        server.stop()
+        time.sleep(chance.uniform(0, 0.3))
+        server.start()
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packed set in a local folder."""
@@ -116,4 +172,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def remote(photos: Path, tmp_path: Path) -> Iterator[RemoteSet]:
     """The packed set behind a server, with an empty cache."""
     with ended_downloaders(), RangeServer(photos) as server:
+        yield RemoteSet(photos, tmp_path / "cache", server)
+
+
+@pytest.fixture
+def slow_remote(photos: Path, tmp_path: Path) -> Iterator[RemoteSet]:
+    """The same behind a slow server."""
+    with ended_downloaders(), RangeServer(photos, 0.01, 40e6) as server:
         yield RemoteSet(photos, tmp_path / "cache", server)

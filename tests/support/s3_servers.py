@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import pytest
 
 BUCKET = "photos-of-tests"
+_KEY, _SECRET = "key-of-the-tests", "secret-of-the-tests"
 _START_LIMIT_S = 120.0
 
 
@@ -48,6 +50,15 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, str]]:
     command = [str(weed), "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3"]
     # Small volumes, also on a nearly full disk: by default it wants 30 GB each and 1% of the disk.
     command += ["-volume.max=16", "-master.volumeSizeLimitMB=256", "-volume.minFreeSpace=16MiB"]
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder.with_name(f"{folder.name}-s3.json")
+    config.write_text(json.dumps({"identities": [identity]}))  # others are refused
+    command += [f"-s3.config={config}"]
     command += [f"-{name}.port={port}" for name, port in ports.items()]
     command += [f"-{name}.port.grpc={free_port()}" for name in ports]
     with _running(command, ports["s3"], folder):
@@ -57,8 +68,8 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, str]]:
 def _environment(port: int) -> dict[str, str]:
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "key-of-the-tests",
-        "AWS_SECRET_ACCESS_KEY": "secret-of-the-tests",
+        "AWS_ACCESS_KEY_ID": _KEY,
+        "AWS_SECRET_ACCESS_KEY": _SECRET,
         "AWS_REGION": "us-east-1",
     }
 
@@ -131,6 +142,7 @@ class S3Place(NamedTuple):
 
     url: str
     environment: dict[str, str]
+    checks_keys: bool = False
 
 
 def upload(folder: Path, url: str) -> None:
@@ -173,7 +185,7 @@ def s3_server(
     """A server with a bucket."""
     start: Callable[..., contextlib.AbstractContextManager[dict[str, str]]] = request.param
     with start(tmp_path_factory.mktemp("server")) as environment:
-        yield S3Place(make_bucket(environment), environment)
+        yield S3Place(make_bucket(environment), environment, start is seaweed_server)
 
 
 @pytest.fixture
@@ -181,4 +193,4 @@ def s3(s3_server: S3Place, monkeypatch: pytest.MonkeyPatch) -> S3Place:
     """A folder in the bucket, with the environment of this process set for it."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    return S3Place(f"{s3_server.url}/{uuid.uuid4().hex}", s3_server.environment)
+    return s3_server._replace(url=f"{s3_server.url}/{uuid.uuid4().hex}")

@@ -10,40 +10,37 @@ import contextlib
 import importlib.util
 import os
 import pickle
-import random
 import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import penstock
 from penstock.errors import Damaged, StorageFailed
 from support.packed_sets import flip
 from support.range_server import Fault, RangeServer
+from support.remote_readers import RemoteReaders, digests_of
 from support.remote_sets import (
+    EVERY,
+    HALF_BYTES,
     NUM_SAMPLES,
     RemoteSet,
+    assert_same,
     ended_downloaders,
     is_same,
     kill_downloader,
+    kill_often,
     needs_obstore,
+    read_during,
+    restart_often,
     table_of,
 )
 
 pytestmark = [pytest.mark.remote, pytest.mark.fault, needs_obstore]
-EVERY = range(0, NUM_SAMPLES, 29)
-
-
-def assert_same(remote: RemoteSet, ours: Any, indices: Any = EVERY) -> None:
-    local = remote.open_local()
-    for index in indices:
-        assert is_same(ours[index], local[index]), index
 
 
 @pytest.mark.parametrize("kind", ["status", "reset", "short", "refuse", "flip", "whole", "etag"])
@@ -76,7 +73,7 @@ def test_faults_that_stay_are_errors_that_name_the_object_and_the_cause(
     remote: RemoteSet, fault: Fault, error: type[Exception], words: str
 ) -> None:
     remote.server.faults.append(fault)
-    ours = remote.open(network_timeout_s=16)
+    ours = remote.open(network_timeout_s=8)
     with pytest.raises(error, match="pixels-00001") as caught:
         ours[NUM_SAMPLES // 2]
     assert words in str(caught.value)
@@ -92,47 +89,20 @@ def test_a_body_that_stalls_is_given_up_and_asked_for_again(remote: RemoteSet) -
     assert_same(remote, remote.open(), [0, 1])
 
 
-def test_a_server_that_is_killed_and_comes_back_costs_only_time(remote: RemoteSet) -> None:
-    ours = remote.open()
-    for index in list(EVERY)[::8]:
-        remote.server.stop()
-        timer = threading.Timer(0.3, remote.server.start)
-        timer.start()
-        shutil.rmtree(remote.cache() / "blocks", ignore_errors=True)
-        table_of(ours).state[:] = 0
-        os.makedirs(remote.cache() / "blocks", exist_ok=True)
-        assert_same(remote, ours, [index])
-        timer.join()
-
-
-NUM_KILLS = 10
+def test_a_server_that_is_killed_in_mid_range_and_comes_back_costs_only_time(
+    slow_remote: RemoteSet,
+) -> None:
+    ours = slow_remote.open(cache_bytes=HALF_BYTES)
+    assert read_during(lambda: restart_often(slow_remote.server, 5, 0), slow_remote, ours)
+    assert ours.count_network()["num_retries"] >= 5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killing_the_downloader_at_any_time_changes_no_sample(remote: RemoteSet) -> None:
-    remote.server.latency_s = 0.01
-    ours, local = remote.open(cache_bytes=20 << 20), remote.open_local()
-    done = threading.Event()
-
-    def kill() -> None:
-        chance = random.Random(0)
-        for _ in range(NUM_KILLS):  # a busy machine takes seconds to start another one
-            if done.wait(chance.uniform(0.5, 4.0)):
-                return
-            kill_downloader(ours)
-
+def test_killing_the_downloader_at_any_time_changes_no_sample(slow_remote: RemoteSet) -> None:
+    ours = slow_remote.open(cache_bytes=HALF_BYTES)
     ours[0]
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        indices = np.random.default_rng(0).integers(0, NUM_SAMPLES, 100).tolist()
-        for index in indices:
-            assert is_same(ours[index], local[index])
-            time.sleep(0.02)
-    finally:
-        done.set()
-        killer.join()
+    assert read_during(lambda: kill_often(ours, 3, seed=0), slow_remote, ours)
 
 
 def test_a_downloader_that_was_killed_is_replaced(remote: RemoteSet) -> None:
@@ -231,32 +201,28 @@ def test_a_block_file_that_is_deleted_is_fetched_again(remote: RemoteSet) -> Non
     assert_same(remote, remote.open())
 
 
-def test_two_programs_with_different_orders_share_one_cache(remote: RemoteSet) -> None:
-    """Both read all samples with room for half the set, and one of them is killed."""
-    program = """
-import sys, penstock, numpy as np
-sys.path.insert(0, sys.argv[5])
-from support.remote_sets import is_same
-ours = penstock.Packed(sys.argv[1], cache_folder=sys.argv[2], cache_bytes=20 << 20)
-local = penstock.Packed(sys.argv[3])
-for index in np.random.default_rng(int(sys.argv[4])).permutation(len(ours))[:400].tolist():
-    assert is_same(ours[index], local[index]), index
-print("same", flush=True)
-"""
-    tests = Path(__file__).parents[3]
-
-    def start(seed: int) -> subprocess.Popen[str]:
-        values = [remote.server.url, remote.folder, remote.source, seed, tests]
-        command = [sys.executable, "-c", program, *map(str, values)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    programs = [start(seed) for seed in range(3)]
-    while not list(remote.folder.glob("*/*/blocks/*")):
-        time.sleep(0.05)
-    programs[0].kill()
-    printed = [one.communicate(timeout=280)[0] for one in programs]
-    assert printed[1:] == ["same\n", "same\n"]
-    assert [one.returncode for one in programs[1:]] == [0, 0]
+@pytest.mark.timeout(600)
+def test_two_programs_and_two_ranks_with_different_orders_share_one_cache(
+    remote: RemoteSet,
+) -> None:
+    """All read at the same time, with room for half the set. One that began first is killed."""
+    ranks = [{"seed": 1, "rank": rank, "world_size": 2} for rank in range(2)]
+    orders = [{"seed": 2}, *ranks]
+    local = remote.open_local()
+    expected = [list(digests_of(local, order)) for order in orders]
+    assert not set(expected[0]) & set(expected[1])
+    assert not set(expected[1]) & set(expected[2])
+    with RemoteReaders(remote) as readers:
+        killed = readers.start(seed=3, stay_s=600.0)  # its downloader serves the others too
+        readers.wait_for(killed, 3)
+        others = [readers.start(**order) for order in orders]
+        readers.wait_for(others[0], 1)
+        os.kill(killed, signal.SIGKILL)
+        assert readers.end(killed) == -signal.SIGKILL
+        assert [readers.end(one) for one in others] == [0, 0, 0]
+        assert [readers.digests[one] for one in others] == expected
+    (folder,) = remote.folder.glob("*/*/blocks")  # one cache
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= HALF_BYTES
 
 
 def test_a_downloader_ends_with_its_program(remote: RemoteSet) -> None:

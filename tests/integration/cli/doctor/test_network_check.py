@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock.cli.doctor import network_check
 from support.range_server import Fault, RangeServer
 from support.remote_sets import needs_obstore
+from support.s3_servers import S3Place, upload
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 
@@ -59,19 +61,39 @@ def test_a_storage_that_refuses_is_an_error_with_the_cause(packed: Path) -> None
     assert "credentials" in shown
 
 
-def test_a_folder_of_objects_is_listed_and_measured(packed: Path, tmp_path: Path) -> None:
-    from penstock.cli.doctor import network_check
+@pytest.fixture
+def short_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_check, "_LEVEL_S", 0.05)
 
+
+def test_a_folder_of_objects_is_listed_and_measured(
+    packed: Path, tmp_path: Path, short_levels: None
+) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(100_000))
-    network_check._LEVEL_S, before_s = 0.05, network_check._LEVEL_S
-    try:
-        found = network_check.check_network(tmp_path.as_uri())
-        assert found.access == {"list": "allowed", "read": "allowed"}
-        assert (found.kind, found.num_bytes) == ("objects", 100_000)
-        assert all(found.rates.values())
-        (tmp_path / "a.bin").unlink()
-        failed = network_check.check_network(tmp_path.as_uri())
-        assert failed.failure is not None
-        assert "no objects" in failed.failure["what"]
-    finally:
-        network_check._LEVEL_S = before_s
+    found = network_check.check_network(tmp_path.as_uri())
+    assert found.access == {"list": "allowed", "read": "allowed"}
+    assert (found.kind, found.num_bytes) == ("objects", 100_000)
+    assert all(found.rates.values())
+    (tmp_path / "a.bin").unlink()
+    failed = network_check.check_network(tmp_path.as_uri())
+    assert failed.failure is not None
+    assert "no objects" in failed.failure["what"]
+
+
+def test_a_set_in_s3_is_measured_and_a_wrong_key_is_refused(
+    s3: S3Place, packed: Path, short_levels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(packed, s3.url)
+    found = network_check.check_network(s3.url)
+    assert found.access == {"list": "allowed", "read": "allowed"}
+    assert found.kind == "packed set"
+    assert list(found.rates) == [1, 8, 32, 128]
+    assert all(found.rates.values())
+    if not s3.checks_keys:
+        return
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    failed = network_check.check_network(s3.url)
+    assert failed.access == {"list": "refused", "read": "refused"}
+    assert failed.failure is not None
+    assert "credentials" in failed.failure["likely"]
+    assert not any(secret in str(failed) for secret in ("another-secret", "key-of-the-tests"))

@@ -20,7 +20,7 @@ from penstock.sources.remote.set_copy import copy_set
 from support.packed_sets import digest, flip
 from support.range_server import RangeServer
 from support.remote_sets import ended_downloaders, is_same, needs_obstore
-from support.s3_servers import S3Place
+from support.s3_servers import S3Place, upload
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 
@@ -52,6 +52,23 @@ def test_a_set_copied_to_s3_reads_as_from_the_disk_and_shows_no_credentials(
         copy_set(str(packed), url)
     copy_set(url, str(tmp_path / "back"))
     assert digest(tmp_path / "back") == digest(packed)
+
+
+def test_a_wrong_key_is_named_without_the_key(
+    s3: S3Place, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not s3.checks_keys:
+        pytest.skip("this server takes any key")
+    upload(packed, s3.url)
+    keys = {"AWS_ACCESS_KEY_ID": "key-of-others", "AWS_SECRET_ACCESS_KEY": "secret-of-others"}
+    for name, value in keys.items():
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            with pytest.raises(StorageFailed, match=r"(?s)manifest\.json.*credentials") as caught:
+                penstock.Packed(s3.url, cache_folder=tmp_path)
+        assert not any(one in str(caught.value) for one in (*keys.values(), "key-of-the-tests"))
+    with ended_downloaders():
+        assert penstock.Packed(s3.url, cache_folder=tmp_path)[3]["label"] == 3
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3: S3Place, packed: Path, tmp_path: Path) -> None:
