@@ -23,7 +23,7 @@ from torchvision.transforms.v2 import functional  # noqa: E402
 import penstock  # noqa: E402
 from penstock import DataLoader, ImageFolder, Packed, pack  # noqa: E402
 from penstock.errors import BadImage  # noqa: E402
-from penstock.images import jpeg_codecs  # noqa: E402
+from penstock.images import jpeg_codecs, pixels  # noqa: E402
 from penstock.images.decode import find_scale  # noqa: E402
 from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
 from penstock.images.pixels import resize  # noqa: E402
@@ -208,6 +208,21 @@ def test_a_crop_has_torchvisions_pixels(box: tuple[int, int, int, int]) -> None:
     assert distance(quick.transpose(2, 0, 1), plain) <= 3
     if height > 250:  # negative control: without antialiasing the image differs
         assert distance(quick, ours) > 20
+
+
+def test_pillow_shrinks_images_where_torch_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = make_pixels()[10:310, 20:350]
+    by_pillow = np.asarray(Image.fromarray(part).resize((224, 224), Image.Resampling.BILINEAR))
+    made = {}
+    for machine in ("aarch64", "x86_64"):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        pixels._pillow.cache_clear()
+        made[machine] = resize(part, (224, 224))
+    pixels._pillow.cache_clear()
+    assert np.array_equal(made["aarch64"], by_pillow)
+    assert made["aarch64"].flags.writeable
+    assert not np.array_equal(made["x86_64"], by_pillow)  # torch's rounding
+    assert distance(made["x86_64"], by_pillow) <= 1
 
 
 def test_resize_and_centre_crop_are_torchvisions() -> None:
