@@ -27,14 +27,25 @@ class PrefetchDepth:
         asked_depth: Batches in flight per worker. None: chosen from measured times.
         in_flight: Async samples that a worker has in flight. It gets at least the batches of these,
             and two more. 0 if the dataset is not async.
+        can_split: True if several workers can fill one batch.
     """
 
-    def __init__(self, asked_depth: int | None, num_workers: int, in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        asked_depth: int | None,
+        num_workers: int,
+        in_flight: int = 0,
+        *,
+        can_split: bool = True,
+    ) -> None:
         self._asked_depth = asked_depth
         self._in_flight = in_flight
+        self._can_split = can_split
         self._num_workers = num_workers
         self._sample_s = 0.0
         self._num_rows = self._num_batches = 0
+        self._num_parts = 1
+        """Parts of a batch. Not known if the depth was given."""
         self._depth = asked_depth if asked_depth is not None else MIN_DEPTH
 
     @property
@@ -43,6 +54,10 @@ class PrefetchDepth:
         if not self._in_flight or not self._num_batches:
             return self._depth
         return max(self._depth, -(-self._in_flight // self.rows_per_batch) + 2)
+
+    def num_batches(self, num_workers: int) -> int:
+        """Return the number of batches in flight in these workers together."""
+        return batches_ahead(self.depth * num_workers, self._num_parts, num_workers)
 
     def open_batch(self, rows: int) -> None:
         """Record a batch of ``rows`` samples that is about to be leased."""
@@ -72,15 +87,17 @@ class PrefetchDepth:
             fitting = MAX_DEPTH_BYTES // (batch_bytes * self._num_workers)
             depth = max(MIN_DEPTH, min(depth, fitting))
         self._depth = depth
+        if not self._in_flight:
+            self._num_parts = self.num_parts(self.rows_per_batch)
 
-    def num_parts(self, rows: int, *, is_first: bool) -> int:
+    def num_parts(self, rows: int, *, is_first: bool = False) -> int:
         """Return the number of parts a batch is split into.
 
         The first batch is split so that it arrives early. Slow batches are split so that one slow
         sample does not delay the others.
         """
         batch_s = self._sample_s * rows
-        if batch_s >= SPLIT_FROM_S or (is_first and batch_s == 0.0):
+        if self._can_split and (batch_s >= SPLIT_FROM_S or (is_first and batch_s == 0.0)):
             return num_parts(batch_s, rows, self._num_workers)
         return 1
 
@@ -99,3 +116,16 @@ def num_parts(batch_s: float, rows: int, num_workers: int) -> int:
     """
     most = int(batch_s / (PART_S * num_workers)) if batch_s else rows
     return max(1, min(num_workers, rows, most))
+
+
+def batches_ahead(most: int, parts: int, num_workers: int) -> int:
+    """Return how many batches are in flight, with a prefetch depth of ``most`` batches.
+
+    Each worker has a part of each batch that is split. So fewer batches keep all of them busy, and
+    a slot of memory is saved for each batch.
+
+    Example:
+        >>> batches_ahead(16, 1, 8), batches_ahead(16, 8, 8)
+        (16, 9)
+    """
+    return most if parts == 1 else min(most, num_workers + 1)

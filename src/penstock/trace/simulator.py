@@ -32,6 +32,7 @@ from penstock.planning.prefetch_depth import (
     MAX_DEPTH,
     MIN_DEPTH,
     SPLIT_FROM_S,
+    batches_ahead,
     num_parts,
 )
 from penstock.trace.accounting import make_account
@@ -216,7 +217,12 @@ class _Simulation:
         mean = _mean(costs.rows)
         self._batch_s = (mean.cpu_s + mean.wait_s) * settings.batch_rows
         chosen = min(MAX_DEPTH, max(MIN_DEPTH, int(DEPTH_TARGET_S / max(self._batch_s, 1e-6))))
-        self._depth = chosen if settings.depth is None else settings.depth
+        depth = chosen if settings.depth is None else settings.depth
+        self._limit, self._known_parts = depth * settings.num_workers, 1
+        if settings.can_split and self._batch_s >= SPLIT_FROM_S:
+            self._known_parts = num_parts(self._batch_s, settings.batch_rows, num_workers)
+        if settings.depth is None:
+            self._limit = batches_ahead(self._limit, self._known_parts, num_workers)
 
     def run(self) -> SimulatedRun:
         for worker in range(self._settings.num_workers):
@@ -266,15 +272,14 @@ class _Simulation:
 
     def _lease(self) -> None:
         settings = self._settings
-        limit = self._depth * settings.num_workers
+        limit = self._limit
         num_open = self._num_leased - self._num_taken
         if num_open and limit - num_open < max(1, limit // 4):
             return
         while self._num_leased < min(settings.num_batches, self._num_taken + limit):
-            batch, rows, parts = self._num_leased, settings.batch_rows, 1
-            if settings.can_split and (self._batch_s >= SPLIT_FROM_S or batch == 0):
-                known_s = self._batch_s if batch else 0.0
-                parts = num_parts(known_s, rows, settings.num_workers)
+            batch, rows, parts = self._num_leased, settings.batch_rows, self._known_parts
+            if settings.can_split and batch == 0:
+                parts = num_parts(0.0, rows, settings.num_workers)
             self._missing_parts[batch] = parts
             bounds = [rows * part // parts for part in range(parts + 1)]
             for part, (first, last) in enumerate(itertools.pairwise(bounds)):

@@ -75,3 +75,18 @@ def test_async_samples_in_flight_get_their_batches_and_two_more() -> None:
     depth.open_batch(16)
     assert depth.depth == 64 // 16 + 2
     assert PrefetchDepth(None, num_workers=2).depth == MIN_DEPTH
+
+
+def test_batches_in_parts_need_fewer_in_flight() -> None:
+    def in_flight(sample_ms: float, *, asked: int | None = None, can_split: bool = True) -> int:
+        depth = PrefetchDepth(asked, num_workers=4, can_split=can_split)
+        depth.open_batch(32)
+        assert depth.num_batches(4) == 4 * depth.depth  # nothing is measured yet
+        depth.note(int(sample_ms * MS * 32), 32)
+        depth.adapt(batch_bytes=8 << 20)
+        return depth.num_batches(4)
+
+    assert in_flight(10.0) == 4 + 1
+    assert in_flight(1.0) == 4 * MIN_DEPTH  # not split
+    assert in_flight(10.0, can_split=False) == 4 * MIN_DEPTH
+    assert in_flight(10.0, asked=3) == 4 * 3

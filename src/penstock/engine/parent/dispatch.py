@@ -69,7 +69,6 @@ class Dispatcher:
         self._epoch_state, self._faults = context.parts.epoch_state, context.parts.faults
         self._recorder, self._notes = context.parts.recorder, context.parts.notes
         self._progress = context.progress
-        self._can_split = can_split
         # Split the first batch so that it arrives early, except while workers are starting up.
         self._splits_first = context.settings.start_method != "spawn"
         self._in_order = context.settings.in_order
@@ -79,7 +78,10 @@ class Dispatcher:
             trace_buffers(cells, self._num_workers, task.trace_bytes), pool.processes, ring.file
         )
         self._depth = PrefetchDepth(
-            context.settings.prefetch_factor, self._num_workers, most_in_flight(task.in_flight)
+            context.settings.prefetch_factor,
+            self._num_workers,
+            most_in_flight(task.in_flight),
+            can_split=can_split,
         )
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
         self._lease_queue = LeaseQueue(
@@ -234,7 +236,7 @@ class Dispatcher:
 
     def _lease(self, *, must: bool = False) -> None:
         """Lease batches up to the prefetch depth. With ``must``, raise if not even one fits."""
-        limit = self._depth.depth * self._lease_queue.num_ready
+        limit = self._depth.num_batches(self._lease_queue.num_ready)
         if limit - self._num_open < max(1, limit // 4) and self._num_open:
             return  # wait for a few, so that one message carries several leases
         outgoing: dict[int, list[Lease]] = {}
@@ -255,7 +257,8 @@ class Dispatcher:
             pending = self._open_batch(index, slot)
             for worker, lease in self._cut(pending):
                 outgoing.setdefault(worker, []).append(lease)
-            limit = self._depth.depth * self._lease_queue.num_ready  # known from the first batch on
+            # Known from the first batch on.
+            limit = self._depth.num_batches(self._lease_queue.num_ready)
         for worker, leases in outgoing.items():
             self.pool.send(worker, leases)
 
@@ -275,11 +278,8 @@ class Dispatcher:
         return pending
 
     def _cut(self, pending: PendingBatch) -> Iterator[tuple[int, Lease]]:
-        num_parts = 1
-        if self._can_split:
-            num_parts = self._depth.num_parts(
-                pending.rows, is_first=pending.number == 0 and self._splits_first
-            )
+        is_first = pending.number == 0 and self._splits_first
+        num_parts = self._depth.num_parts(pending.rows, is_first=is_first)
         bounds = [pending.rows * part // num_parts for part in range(num_parts + 1)]
         pending.parts = list(itertools.pairwise(bounds))
         for part in range(num_parts):
