@@ -55,6 +55,8 @@ class PinnedRing(Ring):
         pinner: Pins the slots. Slots that cannot be pinned are handed out unpinned.
     """
 
+    _is_closed = True  # until there is something to close: Ctrl-C can interrupt __init__
+
     def __init__(
         self,
         file: SharedFile,

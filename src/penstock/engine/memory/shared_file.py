@@ -64,6 +64,7 @@ class SharedFile:
     Mappings stay valid after :meth:`close`, until their last view is gone.
     """
 
+    fd = -1  # until there is one: Ctrl-C can interrupt __init__
     is_private = False
     """True if a fork copies the memory, so that the child does not see later writes."""
 

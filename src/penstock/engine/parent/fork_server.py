@@ -121,6 +121,8 @@ class ForkServer:
         self._exit_codes: dict[int, int] = {}
         self.is_lost = self.was_killed = self.was_killed_from_outside = False
         self._owner = os.getpid()
+        self._is_ready = False
+        self._num_preparing = 0
         try:
             self._process = self._start(theirs.fileno())
         except BaseException:
@@ -128,8 +130,6 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-        self._is_ready = False
-        self._num_preparing = 0
 
     def _start(self, fd: int) -> ForkedChild | subprocess.Popen[bytes]:
         if self.why_fresh is None:
