@@ -32,6 +32,8 @@ _POLL_S = 0.05
 """How often a reader checks whether a silent child has exited."""
 _KILLED_S = 1.0
 """How long a killed process can take to exit. A process stuck inside a driver never exits."""
+_unreaped: list[subprocess.Popen[bytes]] = []
+"""Killed processes that had not exited in time. Without a reference, Python warns about them."""
 _PARENT_POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # Linux: the signal that the kernel sends when the parent exits
 
@@ -87,6 +89,7 @@ class ChildProcess:
         send: bytes = b"",
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        _unreaped[:] = [one for one in _unreaped if one.poll() is None]
         options: dict[str, Any] = {"start_new_session": True}
         if sys.platform == "win32":
             flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
@@ -190,8 +193,10 @@ class ChildProcess:
     def __exit__(self, *error: object) -> None:
         if not self._is_released:
             self.kill()
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(_KILLED_S)
+            except subprocess.TimeoutExpired:
+                _unreaped.append(self._process)
         self._reader.join(_KILLED_S)
         if not self._reader.is_alive():  # otherwise a grandchild in its own session holds the pipe
             self._pipe.close()

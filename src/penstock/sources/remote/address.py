@@ -33,7 +33,17 @@ def check_url(url: str) -> str:
         >>> check_url("s3://bucket/set/")
         's3://bucket/set'
     """
-    found = urlsplit(url)
+    try:
+        if not url.isprintable():  # urlsplit drops line breaks
+            raise ValueError
+        found = urlsplit(url)
+        _ = found.port
+    except ValueError:  # not shown, because it repeats parts of the URL, as a password
+        raise BadArgument(
+            f"the {url.partition(':')[0]}:// address of the set is not a valid URL",
+            likely="its host, its port or a character in it is wrong.",
+            remedy="Packed('s3://bucket/set')",
+        ) from None
     known = (*SCHEMES, *FSSPEC_SCHEMES)
     if found.scheme not in known:
         raise BadArgument(

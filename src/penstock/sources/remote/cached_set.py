@@ -107,9 +107,9 @@ def make_cache_options(
         make_private(root)
         reason = "half of the free disk"
         cache_bytes = max(shutil.disk_usage(root).free // 2, _MIN_BLOCKS * BLOCK_BYTES)
+    check_count("cache_bytes", cache_bytes)
     if read_ahead_bytes is None:
         read_ahead_bytes = min(_AHEAD_BYTES, cache_bytes // 2)
-    check_count("cache_bytes", cache_bytes)
     check_count("read_ahead_bytes", read_ahead_bytes)
     if cache_bytes < _MIN_BLOCKS * BLOCK_BYTES:
         raise BadArgument(

@@ -62,4 +62,10 @@ def _answer(options: dict[str, Any], find: Callable[[], dict[str, Any]]) -> dict
     except FetchFailed as error:
         return error.facts
     except Exception as error:
-        return {"kind": "network", "what": f"{options['url']}: {without_secrets(error)}"}
+        found = without_secrets(error).partition(" Debug source:")[0]
+        return {
+            "kind": "network",
+            "what": f"{options['url']} cannot be opened: {found}",
+            "likely": "the address is wrong.",
+            "remedy": "Packed('s3://bucket/set')",
+        }

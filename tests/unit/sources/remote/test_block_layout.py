@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
 from penstock.sources.manifest import FieldSchema, FileEntry, Manifest, ShardEntry
 from penstock.sources.remote import address
 from penstock.sources.remote.block_layout import BLOCK_BYTES, BlockLayout, blocks_between
+from penstock.sources.remote.cached_set import make_cache_options
 
 pytestmark = [pytest.mark.legacy]
 SIZES = [BLOCK_BYTES + 5, 100, 2 * BLOCK_BYTES]
@@ -126,3 +129,18 @@ def test_without_obstore_the_error_is_the_line_to_install_it(
     monkeypatch.setattr(address.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r'pip install "penstock\[remote\]"'):
         address.require_obstore("s3://bucket/set")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:pass-word@[::1/x", "http://me:pass-word/x", "http://host/a\nb"]
+)
+def test_an_address_that_cannot_be_parsed_is_refused(url: str) -> None:
+    with pytest.raises(BadArgument, match="is not a valid URL") as caught:
+        address.check_url(url)
+    assert "pass-word" not in str(caught.value)
+
+
+def test_a_cache_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="cache_bytes"):
+        make_cache_options(cache_folder=tmp_path, cache_bytes="1GB")  # type: ignore[arg-type]
+    assert make_cache_options(cache_folder=tmp_path, cache_bytes=1 << 30).max_bytes == 1 << 30
