@@ -111,10 +111,10 @@ def num_parts(batch_s: float, rows: int, num_workers: int) -> int:
     """Return into how many parts a batch is split that takes ``batch_s`` (0: unknown).
 
     Example:
-        >>> num_parts(0.3, 16, 2), num_parts(0.3, 16, 128)
-        (2, 1)
+        >>> num_parts(0.3, 16, 2), num_parts(0.3, 16, 128), num_parts(0.3, 16, 0)
+        (2, 1, 1)
     """
-    most = int(batch_s / (PART_S * num_workers)) if batch_s else rows
+    most = int(batch_s / (PART_S * max(1, num_workers))) if batch_s else rows
     return max(1, min(num_workers, rows, most))
 
 

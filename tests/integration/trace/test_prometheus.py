@@ -496,6 +496,8 @@ def prometheus_server(folder: Path, targets: list[str]) -> Iterator[Callable[[st
                 return found
         except urllib.error.HTTPError as error:
             with error:
+                if error.code == 503:  # it is starting
+                    return []
                 raise AssertionError(f"{text}: {error.read().decode()}") from None
         except urllib.error.URLError:  # it is starting
             assert server.poll() is None, log.read_text()

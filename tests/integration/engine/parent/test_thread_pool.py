@@ -172,7 +172,7 @@ def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> 
     seen = threading.Event()
 
     def drop(index: int) -> int:
-        if index == 8 and seen.wait(120.0):
+        if index == 4 and seen.wait(120.0):
             holder.clear()  # the last reference, dropped in its own thread
         return index
 
