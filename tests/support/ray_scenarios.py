@@ -165,7 +165,7 @@ def nodes_of(loader: Any) -> set[str]:
 
 
 def gather(loader: Any, num_nodes: int) -> int:
-    """Load epochs until workers on so many nodes have joined. Returns the number of epochs."""
+    """Load epochs until workers on this many nodes have joined. Returns the number of epochs."""
     limit, num_epochs = time.monotonic() + LIMIT_S, 0
     while len(nodes_of(loader)) < num_nodes and time.monotonic() < limit:
         num_epochs += 1

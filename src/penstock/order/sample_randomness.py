@@ -330,7 +330,7 @@ class SampleRandomness:
                 raise
             sample = self._call_again(function, index, position)
         else:
-            has_numpy = self._numpy.is_imported is had_numpy  # its import is no draw
+            has_numpy = self._numpy.is_imported is had_numpy  # importing it draws nothing
             if self._keeps_first and has_numpy and self._has_drawn_since(*before):
                 self._note_changes(_KEEPS_GLOBAL_DRAWS, data, own.contents(only_data=True))
             if self._must_repeat(own, states, before[0]):
