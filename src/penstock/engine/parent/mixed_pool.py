@@ -37,7 +37,7 @@ class Unstarted:
         return False
 
     def join(self, timeout: float | None = None) -> None:
-        """Do nothing. There is no process."""
+        """Do nothing, because no process was started."""
 
     terminate = kill = join
 

@@ -213,7 +213,7 @@ class WorkerProducer:
 
         Raises:
             BadArgument: There are no worker processes, or a batch belongs to one worker.
-            MissingExtra, StartFailed: There is no cluster. With "auto", it is a note.
+            MissingExtra, StartFailed: Ray is missing, or not connected. "auto" adds a note instead.
         """
         context, settings = self._context, self._context.settings
         asked = settings.remote_workers
