@@ -96,14 +96,15 @@ class ResizingProducer:
 
     def next_batch(self) -> tuple[Any, bool]:
         with self._lock:
-            start_s = time.perf_counter()
+            is_ready, start_s = self._producer.is_ready(), time.perf_counter()
             try:
                 batch = self._take()
             except StopIteration:
                 self._end_epoch()
                 raise
             now_s = time.perf_counter()
-            self._waited_s += now_s - start_s
+            if not is_ready:  # otherwise more workers could not save this time
+                self._waited_s += now_s - start_s
             self._num_batches += 1
             if self._has_started():
                 self._hand_over()
