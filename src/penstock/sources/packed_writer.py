@@ -163,11 +163,18 @@ def pack_into(
             or other files.
         CannotWrite: No disk space, or no permission.
     """
+    is_new = not os.path.exists(folder)
     with _explain_os_errors(folder):
         os.makedirs(folder, exist_ok=True)
-        with packing_lock(folder):
-            spec = _begin(folder, spec)
-            return _write_rest(folder, spec, fetch, map, on_progress, max_kept)
+        try:
+            with packing_lock(folder):
+                spec = _begin(folder, spec)
+                return _write_rest(folder, spec, fetch, map, on_progress, max_kept)
+        except BaseException:
+            if is_new:
+                with contextlib.suppress(OSError):  # it is not empty
+                    os.rmdir(folder)
+            raise
 
 
 def _write_rest(
@@ -184,7 +191,9 @@ def _write_rest(
     num_kept = min(num_left, (max_kept or num_left) * spec.shard_rows)
     if spec.shard_pieces > 1 and waiting:  # pieces are removed after they were joined
         num_kept += min(spec.shard_rows, spec.num_samples)
-    _check_free_space(folder, spec, num_kept)
+    _check_free_space(folder, spec, num_left, num_kept)
+    if not os.path.exists(os.path.join(folder, JOURNAL)):
+        write_whole(folder, JOURNAL, to_json(spec))
     on_progress(spec.num_samples - num_left, spec.num_samples)
     for shard in [shard for shard, numbers in waiting.items() if not numbers]:
         records[shard] = _join_pieces(folder, spec, shard)  # stopped before it was joined
@@ -441,8 +450,9 @@ def _begin(folder: str, spec: PackSpec) -> PackSpec:
             path=folder,
         )
     _clear(folder, PART_PREFIX)
-    write_whole(folder, JOURNAL, to_json(spec))
-    return spec
+    num_joined = spec.num_samples + spec.shard_rows
+    has_room = num_joined * spec.sample_bytes <= shutil.disk_usage(folder).free
+    return spec if has_room else replace(spec, piece_rows=0)
 
 
 def _difference(before: PackSpec, now: PackSpec) -> str:
@@ -536,8 +546,9 @@ def _clear(folder: str, *prefixes: str) -> None:
                 os.unlink(path)
 
 
-def _check_free_space(folder: str, spec: PackSpec, num_left: int) -> None:
-    needed = num_left * spec.sample_bytes
+def _check_free_space(folder: str, spec: PackSpec, num_left: int, num_kept: int) -> None:
+    """Raise unless there is room for ``num_kept`` samples, which include copies."""
+    needed = num_kept * spec.sample_bytes
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CannotWrite(

@@ -15,6 +15,7 @@ import torch
 
 from penstock import DataLoader, Field, cached, pack, packing
 from penstock.errors import AlreadyThere, BadArgument, CannotPack, CannotWrite
+from penstock.sources import packed_writer
 from penstock.sources.packed_writer import PackSpec
 from support.packed_sets import Mixed, digest
 
@@ -121,16 +122,39 @@ def test_pieces_give_the_bytes_of_whole_shards(
     assert digest(tmp_path / "other") != digest(tmp_path / "whole")
 
 
-def test_joining_pieces_needs_room_for_one_more_shard(
+def test_without_room_to_join_pieces_whole_shards_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = [np.zeros(1000, np.uint8)] * 100
-    free = shutil.disk_usage(tmp_path)._replace(free=120_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    pack(data, tmp_path / "whole", workers=0, shard_bytes=50_000)  # control: nothing is joined
     monkeypatch.setattr(packing, "choose_piece_rows", lambda spec, workers: 10)
-    with pytest.raises(CannotWrite, match="are free"):
-        pack(data, tmp_path / "pieces", workers=0, shard_bytes=50_000)
+    usage = shutil.disk_usage(tmp_path)
+    joined: list[str] = []
+    join = packed_writer._join_pieces
+    monkeypatch.setattr(
+        packed_writer, "_join_pieces", lambda *args: joined.append("once") or join(*args)
+    )
+    for free, num_joined in ((120_000, 0), (1_000_000, 2)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        joined.clear()
+        pack(data, tmp_path / str(free), workers=0, shard_bytes=50_000)
+        assert len(joined) == num_joined
+
+
+@pytest.mark.parametrize("piece_rows", [0, 10])
+def test_a_full_disk_counts_each_sample_once_and_leaves_nothing(
+    piece_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [np.zeros(1_000_000, np.uint8)] * 400
+    usage = shutil.disk_usage(tmp_path)._replace(free=5_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(packing, "choose_piece_rows", lambda spec, workers: piece_rows)
+    (tmp_path / "empty").mkdir()
+    for name in ("new", "empty"):
+        with pytest.raises(CannotWrite) as caught:
+            pack(data, tmp_path / name, workers=0, shard_bytes=1 << 30)
+        assert "packing 400 samples" in str(caught.value)
+        assert "needs about 400.0 MB, but 5.0 MB are free" in str(caught.value)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
 class Interrupted(Counted):
