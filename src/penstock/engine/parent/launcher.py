@@ -132,6 +132,8 @@ class Launcher:
         self._policy = policy
         self._pickle_file: PickleFile | None = None
         self._inherited: tuple[str, ...] = ()
+        if method == "forkserver":
+            fork_servers.warm_up()  # before a worker's pipe exists: see clean_process
         if method == "fork":
             self._inherited = _warn_of_inherited(objects)
         else:

@@ -178,6 +178,39 @@ def test_pytest_with_its_captured_output_is_not_clean() -> None:
     assert clean_process.why_unclean() is not None
 
 
+UNCHANGED = """
+import sys
+from torch.utils.data import DataLoader
+
+if sys.argv[1:] == ["patch"]:
+    import penstock
+    penstock.patch()
+loader = DataLoader(range(8), batch_size=4, num_workers=2)
+if sys.argv[1:] == ["socket"]:
+    import socket
+    connection = socket.socket()
+assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+from penstock.engine.parent import fork_server
+print(fork_server._current.why_fresh)
+"""
+
+
+def test_a_patched_loader_forks_a_clean_process_before_its_pipes_are_open(tmp_path: Path) -> None:
+    result = scripts.run(UNCHANGED, tmp_path, "patch")
+    assert result.stdout == "None\n", result.stderr
+
+
+@pytest.mark.parametrize(("argument", "reason"), [("none", "None"), ("socket", "a connection is")])
+def test_penstock_run_forks_only_a_clean_process(
+    argument: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "unchanged.py").write_text(UNCHANGED)
+    result = scripts.run(
+        "from penstock.cli import main; main()", tmp_path, "run", "unchanged.py", argument
+    )
+    assert result.stdout.startswith(reason), result.stderr
+
+
 HANGS = """
 import os, torch
 torch.set_num_threads(2)
