@@ -332,7 +332,8 @@ class _RunTrace:
         is_above = wait.value - wait.noise > self._max_wait
         word = "above" if is_above else "within"
         if is_above and is_busy(timeline.model):
-            self._lines = [f"{text}. Other programs held the cores: busy, --max-wait not judged"]
+            why = "other programs used the cores, so this says little about the script"
+            self._lines = [f"{text}. --max-wait was not checked: {why}"]
             return False
         self._lines = [f"{text}, {word} --max-wait {self._max_wait:.1%}"]
         if is_above and self._path is None:

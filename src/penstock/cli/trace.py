@@ -165,7 +165,7 @@ def _compare(options: argparse.Namespace) -> int:
         text = f"{Path(options.after).name} is {abs(slowdown.share):.1%} {word} "
         text += f"(noise: {slowdown.noise:.1%})."
         if slowdown.is_busy:
-            text += " Other programs held the cores during one of the runs: busy, not judged."
+            text += " Not checked: other programs used the cores during one of the runs."
         elif limit is not None:
             text += f" The limit is {limit:.1%}: {'failed' if is_slower else 'passed'}."
         console.print(text, markup=False)

@@ -9,6 +9,7 @@ Tested by ``tests/integration/cli/test_run_training.py``.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import machinery
 from typing import Any, NoReturn
 
@@ -220,6 +222,8 @@ def _enter_folder(folder: str) -> None:
 def _finish(run: Callable[[], Any]) -> NoReturn:
     """Run to the end and exit as the interpreter would."""
     found: BaseException | None = None
+    is_interrupted: list[bool] = []
+    atexit.register(_end_as_interrupted, is_interrupted)  # runs after the script's own functions
     try:
         run()
     except SystemExit:
@@ -231,8 +235,20 @@ def _finish(run: Callable[[], Any]) -> NoReturn:
     _show(found)
     if isinstance(found, KeyboardInterrupt):
         sys.excepthook = lambda *_: None  # already shown; the interpreter does the rest
+        is_interrupted.append(True)
         raise KeyboardInterrupt
     sys.exit(1)
+
+
+def _end_as_interrupted(is_interrupted: list[bool]) -> None:
+    """Let the interpreter end with SIGINT (status 130 in a shell) after an uncaught Ctrl-C.
+
+    It remembers only how the last ``exec`` ended, and the report at exit imports modules that use
+    ``exec``.
+    """
+    if is_interrupted:
+        with suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")
 
 
 def _show(error: BaseException) -> None:

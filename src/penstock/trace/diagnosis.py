@@ -145,12 +145,16 @@ class _CauseSearch:
 
     def _say(self, cause: str, text: str, evidence: list[str], remedy: str = "") -> Diagnosis:
         run = self.run
-        waits = f"The {self.waiter} waits {self.lost:.0%} of the time. "
+        parts_s = run.stall_s + run.loading_s, run.transfer_s, run.deliver_s
+        waiting, copying, assembling = (round(100 * run.share(part_s)) for part_s in parts_s)
+        percent = waiting + copying + assembling  # the sum as shown, which rounding may change
+        if self.waiter == "GPU":
+            percent = round(100 * self.lost)
+        waits = f"The {self.waiter} waits {percent}% of the time. "
         shares = (
             f"after start-up: {run.steady_s:.3g} s, {run.rate:,.0f} samples/s; step "
-            f"{run.share(run.step_s):.0%}, waiting {run.share(run.stall_s + run.loading_s):.0%}, "
-            f"copying to the device {run.share(run.transfer_s):.0%}, assembling batches "
-            f"{run.share(run.deliver_s):.0%}"
+            f"{run.share(run.step_s):.0%}, waiting {waiting}%, copying to the device {copying}%, "
+            f"assembling batches {assembling}%"
         )
         if run.startup_s > run.steady_s and cause != "start-up":
             evidence = [*evidence, f"start-up: {run.startup_s:.2f} s until the first batch"]

@@ -5,7 +5,7 @@
 Blocks of a run differ because the machine, the data and the training step vary. Their spread gives
 the noise: half the width of the 95% confidence interval of the mean. A slow drift shows only in
 long blocks, and fast changes are measured best with many. So the noise is the larger of those that
-ten and five blocks give. Runs in which other programs held the cores are not judged.
+ten and five blocks give. Runs in which other programs used the cores are not judged.
 
 Called by ``penstock run --max-wait``, ``penstock trace compare --fail-if`` and ``penstock bench``.
 """

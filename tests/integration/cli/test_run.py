@@ -169,6 +169,28 @@ def test_the_ends_are_those_that_a_shell_knows(outcomes: dict[str, Any]) -> None
     assert {name: outcomes[name][1][0] for name in wanted} == wanted
 
 
+AT_EXIT = """
+import atexit, signal, sys
+atexit.register(lambda: exec("print('at exit')", {}))
+if sys.argv[1:] == ["caught"]:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        sys.exit(5)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+@posix
+@pytest.mark.parametrize(("argument", "status"), [("uncaught", -2), ("caught", 5)])
+def test_a_ctrl_c_is_the_end_whatever_runs_at_exit(
+    argument: str, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(AT_EXIT)
+    result = ended(["-m", "penstock", "run", "program.py", argument], tmp_path)
+    assert (result.returncode, result.stdout) == (status, "at exit\n"), result.stderr
+
+
 def test_no_frame_of_ours_is_in_a_traceback(outcomes: dict[str, Any]) -> None:
     for name in ("an exception", "an exception in a module", "a syntax error"):
         shown = outcomes[name][1][2]

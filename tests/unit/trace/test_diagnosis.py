@@ -49,6 +49,15 @@ def test_workers_that_wait_for_object_storage() -> None:
     assert verdict(0.1).cause == "storage"
 
 
+def test_the_parts_of_the_waiting_add_up_as_shown() -> None:
+    times = {"step_s": 0.032, "loading_s": 0.864, "deliver_s": 0.104}
+    found = diagnose(Account(num_batches=9, steady_s=1.0, **times), {})
+    assert found.sentence.startswith("The training loop waits 96% of the time")
+    assert "waiting 86%, copying to the device 0%, assembling batches 10%" in found.evidence[0]
+    one_part = Account(num_batches=9, steady_s=1.0, step_s=0.032, loading_s=0.968)
+    assert diagnose(one_part, {}).sentence.startswith("The training loop waits 97% of the time")
+
+
 def test_a_long_way_to_the_device() -> None:
     assert cause_of(fetch_ms=1.0, transfer_ms=20.0) == "transfer"
     assert cause_of(fetch_ms=1.0, transfer_ms=0.1) == "step"
