@@ -3,7 +3,7 @@
 python benchmarks/images.py --repeats 5 --save my-laptop
 
 Needs torchvision and Pillow. simplejpeg and OpenCV make Penstock faster: pip install
-"penstock[images]".
+simplejpeg opencv-python-headless.
 """
 
 from __future__ import annotations

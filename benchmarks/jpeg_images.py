@@ -12,7 +12,7 @@ import torch
 try:
     from PIL import Image, ImageDraw
 except ImportError as error:  # the core environment has no image decoder
-    raise SystemExit('this needs Pillow: pip install "penstock[images]"') from error
+    raise SystemExit("this needs Pillow: pip install pillow") from error
 
 SIZE = (500, 375)
 """The most common size in ImageNet."""

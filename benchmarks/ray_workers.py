@@ -21,7 +21,7 @@ try:
     import ray
     from ray.cluster_utils import Cluster
 except ImportError as error:
-    raise SystemExit('this needs Ray: pip install "penstock[ray]"') from error
+    raise SystemExit("this needs Ray: pip install ray") from error
 
 from front import run
 from jpeg_images import Photographs, draw_photographs

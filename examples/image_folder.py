@@ -3,7 +3,7 @@
     python examples/image_folder.py                 # creates some sample images
     python examples/image_folder.py photos/ packed/ # root/class/name.jpg
 
-Needs Pillow, OpenCV or simplejpeg: pip install "penstock[images]".
+Needs Pillow, OpenCV or simplejpeg: pip install simplejpeg.
 """
 
 import sys

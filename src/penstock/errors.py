@@ -298,3 +298,22 @@ class MissingExtra(PenstockError, ImportError):
     """An optional package is not installed."""
 
     code = "X01"
+    requirements: ClassVar[dict[str, tuple[str, ...]]] = {  # as in pyproject.toml; a test compares
+        "arrow": ("pyarrow>=16.1",),
+        "images": ("opencv-python-headless>=4.5", "pillow>=9.1", "simplejpeg>=1.6"),
+        "lance": ("pylance>=0.20",),
+        "prometheus": ("prometheus-client>=0.17",),
+        "ray": ("ray>=2.9",),
+        "remote": ("obstore>=0.8",),
+    }
+
+    @classmethod
+    def named(cls, extra: str, what: str) -> MissingExtra:
+        """Return the error for a missing extra. The remedy does not need Penstock's sources.
+
+        Example:
+            >>> print(MissingExtra.named("ray", "Ray is not installed").remedy)
+            pip install "ray>=2.9"
+        """
+        quoted = " ".join(f'"{one}"' for one in cls.requirements[extra])
+        return cls(what, remedy=f"pip install {quoted}", extra=extra)

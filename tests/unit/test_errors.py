@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,17 @@ ALSO = {
     errors.BadImage: (ValueError,),
     errors.MissingExtra: (ImportError,),
 }
+
+
+def test_a_missing_extra_is_installed_by_the_requirements_of_the_project() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    for extra, requirements in errors.MissingExtra.requirements.items():
+        listed = ", ".join(f'"{one}"' for one in requirements)
+        assert f"\n{extra} = [{listed}]\n" in project
+        error = errors.MissingExtra.named(extra, "it is not installed")
+        assert error.remedy == f"pip install {listed.replace(',', '')}"
+        assert "penstock" not in error.remedy  # it is not on PyPI
+    assert '\nimages = ["pillow"]\n' not in project  # control
 
 
 def all_errors() -> set[type[errors.PenstockError]]:

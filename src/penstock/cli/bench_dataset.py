@@ -75,7 +75,7 @@ def _images_in(folder: Path) -> FolderImages:
     if importlib.util.find_spec("PIL") is None:
         raise BadTarget(
             "Pillow decodes the images in a folder, but it is not installed",
-            remedy="pip install 'penstock[images]'",
+            remedy="pip install pillow",
         )
     return FolderImages(files)
 

@@ -96,10 +96,7 @@ def available_decoders() -> tuple[str, ...]:
 
 
 def no_decoder() -> MissingExtra:
-    return MissingExtra(
-        "no library that decodes images is installed",
-        remedy='pip install "penstock[images]"',
-    )
+    return MissingExtra.named("images", "no library that decodes images is installed")
 
 
 @functools.cache  # the lookup takes 96 microseconds, a tenth of decoding an image

@@ -37,7 +37,7 @@ def ray_map(address: str | None = None, *, max_retries: int = MAX_RETRIES) -> Ma
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise MissingExtra("Ray is not installed", remedy='pip install "penstock[ray]"') from None
+        raise MissingExtra.named("ray", "Ray is not installed") from None
 
     def run(function: Callable[[int], Any], items: Iterable[int]) -> Iterator[Any]:
         if not ray.is_initialized():

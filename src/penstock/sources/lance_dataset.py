@@ -202,9 +202,8 @@ def open_lance_dataset(path: str, version: int | None = None) -> Any:
     try:
         import lance
     except ImportError:
-        raise MissingExtra(
-            "Lance datasets need pylance, which is not installed",
-            remedy='pip install "penstock[lance]"',
+        raise MissingExtra.named(
+            "lance", "Lance datasets need pylance, which is not installed"
         ) from None
     try:
         return lance.dataset(path, version=version)

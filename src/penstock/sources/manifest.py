@@ -242,7 +242,7 @@ def check_version(content: Any, path: str) -> None:
         raise BadStore(
             f"{path} has version {version!r}; this Penstock reads versions up to {VERSION}",
             likely="it was packed by a newer Penstock.",
-            remedy="pip install --upgrade penstock",
+            remedy="install a newer Penstock",
             path=path,
         )
 

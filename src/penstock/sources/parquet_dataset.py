@@ -132,9 +132,8 @@ def import_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise MissingExtra(
-            "Parquet and Arrow files need pyarrow, which is not installed",
-            remedy='pip install "penstock[arrow]"',
+        raise MissingExtra.named(
+            "arrow", "Parquet and Arrow files need pyarrow, which is not installed"
         ) from None
     return pyarrow
 

@@ -39,8 +39,7 @@ def _make_pillow(mode: str, size: tuple[int, int], pixels: bytes) -> Any:
     try:
         pillow = importlib.import_module("PIL.Image")
     except ImportError:
-        raise MissingExtra(
-            f"an image of mode {mode} needs Pillow, which is not installed",
-            remedy='pip install "penstock[images]"',
+        raise MissingExtra.named(
+            "images", f"an image of mode {mode} needs Pillow, which is not installed"
         ) from None
     return pillow.frombytes(mode, size, pixels)

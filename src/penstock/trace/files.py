@@ -90,7 +90,7 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(version, int) or version > VERSION:
         raise BadTrace(
             f"{path} has format version {version!r}, but this Penstock reads up to {VERSION}",
-            remedy="pip install -U penstock",
+            remedy="install a newer Penstock",
         )
     try:
         lanes = [_read_lane(lane) for lane in content["lanes"]]

@@ -136,9 +136,7 @@ def check_client() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise MissingExtra(
-            "prometheus-client is not installed", remedy='pip install "penstock[prometheus]"'
-        ) from None
+        raise MissingExtra.named("prometheus", "prometheus-client is not installed") from None
 
 
 class LoaderCollector:

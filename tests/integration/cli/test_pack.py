@@ -150,7 +150,7 @@ def test_the_classes_are_printed_and_splits_are_noticed(tmp_path: Path) -> None:
         (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
         (("data.py:dataset", "out", "--quality", "90"), "require a folder of images"),
         (("data.py:dataset", "out", "--on", "mars"), "must be one of here, ray"),
-        (("data.py:dataset", "out", "--on", "ray"), 'Try: pip install "penstock[ray]"'),
+        (("data.py:dataset", "out", "--on", "ray"), 'Try: pip install "ray>=2.9"'),
     ],
 )
 def test_what_cannot_be_packed_is_said(

@@ -344,7 +344,7 @@ def test_a_missing_client_is_named_with_the_line_that_installs_it(
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtra) as caught:
         penstock.serve_metrics(penstock.DataLoader(range(4)))  # type: ignore[arg-type]
-    assert 'pip install "penstock[prometheus]"' in str(caught.value)
+    assert 'pip install "prometheus-client>=0.17"' in str(caught.value)
 
 
 # The dashboard
@@ -429,7 +429,7 @@ def test_a_script_does_not_start_if_the_client_is_missing(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 2, done.stderr
-    assert 'pip install "penstock[prometheus]"' in done.stderr
+    assert 'pip install "prometheus-client>=0.17"' in done.stderr
     assert "ran" not in done.stdout
 
 

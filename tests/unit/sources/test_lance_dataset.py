@@ -126,7 +126,7 @@ def test_the_install_line_is_named_if_lance_is_missing(
 ) -> None:
     path = write_set(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "lance", None)
-    with pytest.raises(MissingExtra, match=r"penstock\[lance\]"):
+    with pytest.raises(MissingExtra, match='pip install "pylance>='):
         penstock.open_dataset(path)
 
 

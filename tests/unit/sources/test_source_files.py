@@ -186,11 +186,11 @@ def test_errors_of_libraries_are_shortened() -> None:
     assert describe(KeyError()) == "KeyError"
 
 
-@pytest.mark.parametrize(("name", "extra"), [("x.parquet", "arrow"), ("x.arrow", "arrow")])
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
 def test_the_install_line_is_named_if_pyarrow_is_missing(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str, extra: str
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(MissingExtra, match=rf"pip install \"penstock\[{extra}\]\""):
+    with pytest.raises(MissingExtra, match='pip install "pyarrow>='):
         penstock.open_dataset(tmp_path / name)

@@ -86,9 +86,7 @@ def connect() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise MissingExtra(
-            "pool='ray' needs Ray, which is not installed", remedy='pip install "penstock[ray]"'
-        ) from None
+        raise MissingExtra.named("ray", "pool='ray' needs Ray, which is not installed") from None
     if not ray.is_initialized():
         try:
             ray.init(address="auto", logging_level="ERROR")

@@ -71,9 +71,8 @@ def uses_fsspec(url: str) -> bool:
 def require_obstore(url: str) -> None:
     """Raise MissingExtra if the library for object storage is not installed."""
     if not uses_fsspec(url) and importlib.util.find_spec("obstore") is None:
-        raise MissingExtra(
-            f"obstore, which reads {url.partition('://')[0]}:// sets, is not installed",
-            remedy='pip install "penstock[remote]"',
+        raise MissingExtra.named(
+            "remote", f"obstore, which reads {url.partition('://')[0]}:// sets, is not installed"
         )
 
 

@@ -127,7 +127,7 @@ def test_without_obstore_the_error_is_the_line_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(address.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r'pip install "penstock\[remote\]"'):
+    with pytest.raises(MissingExtra, match='pip install "obstore>='):
         address.require_obstore("s3://bucket/set")
 
 
