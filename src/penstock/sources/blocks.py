@@ -66,6 +66,7 @@ class BlockReader:
     Args:
         block_starts: Index of the first sample of each block, followed by the number of samples.
         transforms: Functions of a field's value, by field name. The subclass applies them.
+        fields: Names of the fields, for the error about a transform without one.
 
     Example:
         A reader of text files, with a block for each file and a sample for each line:
@@ -101,10 +102,11 @@ class BlockReader:
         block_starts: npt.ArrayLike,
         *,
         transforms: Mapping[str, Callable[[Any], Any]] | None = None,
+        fields: Sequence[str] = ("jpg",),
     ) -> None:
         self._block_starts = check_block_starts(block_starts)
         self._length = int(self._block_starts[-1])
-        self._transforms = check_transforms(transforms)
+        self._transforms = check_transforms(transforms, fields)
         self._cache: BlockCache | None = None
 
     # -- for subclasses --------------------------------------------------------------------------
@@ -373,14 +375,21 @@ class ReadOptions(NamedTuple):
         return [str(name) for name in chosen]
 
 
-def check_transforms(transforms: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return the transforms as a dict."""
+def check_transforms(
+    transforms: Any, fields: Sequence[str] = ("image",)
+) -> dict[str, Callable[[Any], Any]]:
+    """Return the transforms as a dict.
+
+    Args:
+        fields: Fields of the samples. The error for a function without a field names one of them.
+    """
     if transforms is None:
         return {}
     if not isinstance(transforms, Mapping):
+        field = next((one for one in fields if one in ("image", "jpg")), [*fields, "image"][0])
         raise BadArgument(
             "transforms= must be a dict from field names to functions",
-            remedy="transforms={'jpg': penstock.RandomResizedCrop(224)}",
+            remedy=f"transforms={{{field!r}: penstock.RandomResizedCrop(224)}}",
         )
     for name, transform in transforms.items():
         if not callable(transform):

@@ -49,7 +49,7 @@ class ChunkReader(BlockReader):
     ) -> None:
         self._chunks = [chunk for chunk in chunks if chunk.num_samples]
         counts = [chunk.num_samples for chunk in self._chunks]
-        super().__init__(np.cumsum([0, *counts]), transforms=transforms)
+        super().__init__(np.cumsum([0, *counts]), transforms=transforms, fields=names)
         refuse_unknown_fields(self._transforms, names)
         self._files = SourceFiles([chunk.path for chunk in self._chunks])
         for chunk, stamp in zip(self._chunks, self._files.stamps, strict=True):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+_JPEG = (".jpg", ".jpeg")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -141,7 +141,7 @@ class ImageFolder:
     def _choose_decoder(self) -> None:
         """Choose the decoder with the first JPEG."""
         for path, _ in self.samples[:64]:
-            if path.lower().endswith((".jpg", ".jpeg")):
+            if path.lower().endswith(_JPEG):
                 self._decoder = choose_decoder(_read_file(path))
                 return
 
@@ -159,11 +159,15 @@ class ImageFolder:
 
         Raises:
             BadImage: It cannot be decoded. Not checked if no installed library decodes its format.
+            MissingExtra: It is a JPEG, and no library that decodes images is installed.
         """
         path, target = self.samples[index]
         data = _read_file(path)
-        with suppress(MissingExtra):
+        try:
             open_image(data, None, path=path, decoder=self._asked)
+        except MissingExtra:
+            if path.lower().endswith(_JPEG):
+                raise
         return EncodedImage(data), target
 
     @property

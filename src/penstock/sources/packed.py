@@ -441,7 +441,8 @@ class Packed(ColumnDataset):
             names = (columns,) if isinstance(columns, str) else columns
             self.__dict__.update(self.select(*names).__dict__)
         if transforms:
-            self.__dict__.update(self.with_transforms(**check_transforms(transforms)).__dict__)
+            named = check_transforms(transforms, self.fields)
+            self.__dict__.update(self.with_transforms(**named).__dict__)
 
     def _open(self, files: Any, read_ahead: bool | None = None) -> None:
         super()._open(files, read_ahead)

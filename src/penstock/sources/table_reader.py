@@ -115,7 +115,7 @@ class TableReader(BlockReader):
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         starts = np.cumsum([0, *(one.num_rows for one in blocks)])
-        super().__init__(starts, transforms=options.transforms)
+        super().__init__(starts, transforms=options.transforms, fields=list(fields))
         refuse_unknown_fields(self._transforms, list(fields))
         self._files = files
         self._blocks = list(blocks)

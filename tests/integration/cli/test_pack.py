@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock import Packed
+from penstock.errors import MissingExtra
+from penstock.images import jpeg_codecs
 from support import command_line
 
 DATASET = """
@@ -139,6 +142,30 @@ def test_the_classes_are_printed_and_splits_are_noticed(tmp_path: Path) -> None:
     assert "2 images in 2 classes: train, val" in split.output
     assert f"the images lie one level deeper, as in {tmp_path}" in split.output
     assert f"penstock pack {tmp_path / 'split' / 'train'} DST" in split.output
+
+
+@pytest.mark.parametrize("num_images", [1, 40])
+def test_without_a_decoder_the_line_that_installs_one_is_given(
+    num_images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_images(tmp_path, "photos/cat")
+    for name in jpeg_codecs.PREFERRED:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(jpeg_codecs, "_chosen", [])
+    target = str(tmp_path / "out")
+    other = command_line.invoke("pack", str(tmp_path / "photos"), target)
+    assert other.exit_code == 0, other.output  # control: a format that is stored unchecked
+    header = "ffd8 ffc0 0011 08 0008 0008 03 011100 021100 031100 ffd9"
+    for number in range(num_images):
+        (tmp_path / "photos" / "cat" / f"{number}.jpg").write_bytes(bytes.fromhex(header))
+    result = command_line.invoke("pack", str(tmp_path / "photos"), str(tmp_path / "new"))
+    assert result.exit_code == 2
+    assert "MissingExtra: [X01] no library that decodes images is installed" in result.output
+    assert "pip install" in result.output
+    assert not (tmp_path / "new").exists()
+    folder = penstock.ImageFolder(tmp_path / "photos")
+    with pytest.raises(MissingExtra):  # as without workers, and not CannotTravel
+        next(iter(penstock.DataLoader(folder, num_workers=1)))
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,16 @@ def test_transforms_that_are_no_functions_by_name_are_refused(transforms: Any) -
         Counted(transforms=transforms)
 
 
+def test_a_transform_without_a_field_is_shown_with_a_field_of_the_samples(tmp_path: Any) -> None:
+    packed = penstock.pack([(1, 2)], tmp_path / "set", fields=["label", "image"], workers=0)
+    other = penstock.pack([(1, 2)], tmp_path / "other", fields=["a", "b"], workers=0)
+    for opened, field in ((packed, "image"), (other, "a")):
+        with pytest.raises(BadArgument, match=rf"transforms={{'{field}': penstock\."):
+            penstock.Packed(opened.path, transforms=abs)
+    with pytest.raises(BadArgument, match=r"transforms={'jpg': penstock\."):  # a tar file
+        Counted(transforms=abs)
+
+
 def test_a_subclass_with_its_own_samples_is_not_bypassed() -> None:
     class Negated(Counted):
         def __getitem__(self, index: int) -> Any:

@@ -40,7 +40,7 @@ from penstock.engine.pickling.handles import (
 from penstock.engine.pickling.process_bound import connections_of_queue, is_suspect, why_bound
 from penstock.engine.pickling.reloads import count_reloads
 from penstock.engine.pickling.unpickling import InheritedFd
-from penstock.errors import CannotTravel
+from penstock.errors import CannotTravel, MissingExtra
 from penstock.machine.host import free_memory_bytes
 from penstock.named_tuple import NamedTuple
 from penstock.order.dataset_generators import NamedGenerators
@@ -260,6 +260,7 @@ class PickledObjects:
 
     Raises:
         CannotTravel: An object cannot be pickled. The message names the attribute.
+        MissingExtra: An object of Penstock needs a library that is not installed.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
@@ -275,6 +276,8 @@ class PickledObjects:
             pickler.named = {id(generator): generator for _, generator in pairs}
         try:
             pickler.dump(objects)
+        except MissingExtra:  # an image folder without a decoder
+            raise
         except Exception as error:
             from penstock.engine.pickling.error_path import explain
 
