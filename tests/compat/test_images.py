@@ -28,6 +28,7 @@ from penstock.images.decode import find_scale  # noqa: E402
 from penstock.images.jpeg_codecs import available_decoders, jpeg_decoder  # noqa: E402
 from penstock.images.pixels import resize  # noqa: E402
 from penstock.machine.image_libraries import find_decoders  # noqa: E402
+from support import command_line  # noqa: E402
 from support.generated_images import encode, make_folder, make_pixels  # noqa: E402
 
 pytestmark = pytest.mark.vision
@@ -554,3 +555,21 @@ def test_a_folder_uses_the_decoder_that_it_was_told(
         ImageFolder(tmp_path, decoder="magic")
     with pytest.raises(penstock.errors.BadArgument, match="is not callable"):
         ImageFolder(tmp_path, 224)  # type: ignore[arg-type]
+
+
+def test_a_broken_image_is_named_with_the_option_that_leaves_it_out(tmp_path: Path) -> None:
+    broken = tmp_path / "photos" / "cat" / "2.jpg"
+    broken.parent.mkdir(parents=True)
+    for name in ("1.ppm", "3.ppm"):
+        broken.with_name(name).write_bytes(b"P6 2 1 255 " + bytes(6))
+    broken.write_bytes(b"")
+    source, target = str(tmp_path / "photos"), str(tmp_path / "out")
+    raised = command_line.invoke("pack", source, target)
+    said = " ".join(raised.output.split())
+    assert raised.exit_code == 2
+    assert "BadImage: [I01] " in said
+    assert f"In: sample 1, {broken}" in said
+    assert "--on-error skip # leaves such samples out" in said
+    skipped = command_line.invoke("pack", source, target, "--on-error", "skip")
+    assert skipped.exit_code == 0, skipped.output
+    assert "sample 1 is bad: BadImage" in skipped.output

@@ -16,7 +16,7 @@ from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
 from penstock.cli.user_code import last_line, place_of
-from penstock.errors import BadTarget, PenstockError
+from penstock.errors import BadImage, BadTarget, PenstockError
 from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def execute(options: argparse.Namespace) -> None:
     if "://" in options.source or os.path.exists(os.path.join(options.source, "manifest.json")):
         _copy(options.source, options.target)
         return
-    command = shlex.join(["penstock", *sys.argv[1:]])  # before a script replaces sys.argv
+    typed = sys.argv[1:]  # before a script replaces it
     dataset = _find_dataset(options.source, options.arguments)
     fields = _image_fields(dataset, options)
     keywords: dict[str, Any] = {}
@@ -86,20 +86,28 @@ def execute(options: argparse.Namespace) -> None:
                 **keywords,
             )
     except KeyboardInterrupt:
+        command = shlex.join(["penstock", *typed])
         print(f"Interrupted. Run the same command to continue: {command}", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except PenstockError:
-        raise
     except Exception as error:
-        index = getattr(error, "sample_index", None)
-        if index is None:
-            raise
-        raise BadTarget(
-            f"sample {index} cannot be loaded: {last_line(error)}",
-            where=place_of(error),
-            remedy=f"{command} --on-error skip  # leaves such samples out, and lists them",
-        ) from None
+        raise _explained(error, typed) from None
     _print(packed, options.target)
+
+
+def _explained(error: Exception, typed: list[str]) -> Exception:
+    """Return the error to raise. For a sample that cannot be loaded, it names ``--on-error``."""
+    index = getattr(error, "sample_index", None)
+    if index is None or (isinstance(error, PenstockError) and not isinstance(error, BadImage)):
+        return error
+    end = typed.index("--") if "--" in typed else len(typed)  # arguments of the script follow
+    command = shlex.join(["penstock", *typed[:end], "--on-error", "skip", *typed[end:]])
+    remedy = f"{command}  # leaves such samples out, and lists them"
+    if isinstance(error, BadImage):
+        path = error.facts.get("path")
+        where = f"sample {index}" + (f", {path}" if path else "")
+        return BadImage(error.what, where=where, likely=error.likely, remedy=remedy)
+    what = f"sample {index} cannot be loaded: {last_line(error)}"
+    return BadTarget(what, where=place_of(error), remedy=remedy)
 
 
 def _copy(source: str, target: str) -> None:

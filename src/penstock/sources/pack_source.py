@@ -130,14 +130,14 @@ def inspect_source(
     shard_rows = max(1, shard_bytes // max(1, sample_bytes), -(-num_samples // max_shards))
     policy = on_error if isinstance(on_error, str) else "function"
     encoder = SampleEncoder(form, schemas, requests)
+    source, form_parts = _describe(dataset), (num_samples, form, schemas, requests)
     spec = PackSpec(
         num_samples=num_samples,
         shard_rows=min(shard_rows, num_samples),
         form=form,
         fields=schemas,
-        fingerprint=make_fingerprint(
-            _describe(dataset), num_samples, form, schemas, requests, policy, seed, shard_rows
-        ),
+        fingerprint=make_fingerprint(source, *form_parts, policy, seed, shard_rows),
+        strict_fingerprint=make_fingerprint(source, *form_parts, "raise", seed, shard_rows),
         attributes=dict(dataset.packed_attributes) if _has(dataset, "packed_attributes") else {},
         sample_bytes=sample_bytes,
         sample_s=statistics.median(times_s) + _encoding_s(encoder, probes[0]),
@@ -247,7 +247,7 @@ def _note_sample(error: Exception, index: int) -> None:
     with contextlib.suppress(AttributeError, TypeError):
         error.sample_index = index  # type: ignore[attr-defined]
     if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(f"while packing sample {index}")
+        error.add_note(f"while packing sample {index}. on_error='skip' leaves such samples out")
 
 
 def _text_of(error: Exception) -> str:

@@ -67,6 +67,8 @@ class PackSpec:
     Args:
         shard_rows: Number of source samples per shard. Bad samples can make a shard shorter.
         form, fields, fingerprint, attributes: As in the manifest.
+        strict_fingerprint: The fingerprint with ``on_error="raise"``. Shards of that packing have
+            no bad samples, so this one can continue it.
         sample_bytes: Approximate size of a sample.
         sample_s: Approximate time to load and encode a sample.
         piece_rows: Number of source samples per piece. 0: each shard is one piece. It has no effect
@@ -82,6 +84,7 @@ class PackSpec:
     sample_bytes: int
     sample_s: float = 0.0
     piece_rows: int = 0
+    strict_fingerprint: str = ""
 
     @property
     def num_shards(self) -> int:
@@ -428,14 +431,17 @@ def _begin(folder: str, spec: PackSpec) -> PackSpec:
     found = set(os.listdir(folder))
     if JOURNAL in found:
         before = PackSpec.read(os.path.join(folder, JOURNAL))
-        if before.fingerprint != spec.fingerprint:
+        if before.fingerprint not in (spec.fingerprint, spec.strict_fingerprint):
             raise AlreadyThere(
                 f"{folder} contains a different unfinished packing: {_difference(before, spec)}",
                 remedy=f"repeat the earlier call to finish it, or remove {folder}",
                 path=folder,
             )
         _clear(folder, PART_PREFIX)
-        return replace(spec, piece_rows=before.piece_rows)
+        spec = replace(spec, piece_rows=before.piece_rows)
+        if before.fingerprint != spec.fingerprint:
+            write_whole(folder, JOURNAL, to_json(spec))
+        return spec
     refuse_finished(folder)
     # A packing that was killed while writing its first file leaves only a part of that file.
     others = sorted(

@@ -59,11 +59,17 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     assert packed[7]["n"] == 8
     assert packed[7]["square"] == 64.0
     assert result.stderr == ""  # no progress bar without a terminal
-    raised = run(tmp_path, "data.py:dataset", "other", "--workers", "2")
+    raised = run(tmp_path, "data.py:dataset", "other", "--workers", "2", "--", "--size", "3")
     assert raised.returncode == 2
     assert "sample 7 cannot be loaded: ValueError: torn" in raised.stderr
-    assert "--on-error skip" in raised.stderr
+    remedy = "penstock pack data.py:dataset other --workers 2 --on-error skip -- --size 3 #"
+    assert remedy in " ".join(raised.stderr.split())
     assert "Traceback" not in raised.stderr
+    skipped = run(
+        *(tmp_path, "data.py:dataset", "other", "--workers", "2", "--on-error", "skip"),
+        *("--", "--size", "3"),
+    )
+    assert skipped.returncode == 0, skipped.stderr
     again = run(tmp_path, "data:dataset", "out", "--on-error", "skip")
     assert again.returncode == 2
     assert "AlreadyThere: [F05] " in again.stderr
