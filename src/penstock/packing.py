@@ -98,6 +98,10 @@ def pack(
 
         refuse_set(target)
     else:
+        if ":" in target:
+            from penstock.sources.remote.address import refuse_single_slash
+
+            refuse_single_slash(target)
         refuse_finished(target)
     random_check = _RandomSampleCheck()
     spec, fetch = inspect_source(

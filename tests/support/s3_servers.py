@@ -149,7 +149,7 @@ def upload(folder: Path, url: str) -> None:
     """Copy the files of a folder to an address."""
     from penstock.sources.remote.object_store import ObjectStore
 
-    store = ObjectStore(url, 60.0, lambda: None)
+    store = ObjectStore(url, 60.0)
     for path in sorted(folder.iterdir()):
         store.write(path.name, path.read_bytes())
 
@@ -159,7 +159,7 @@ def obstore_threads(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Start the threads of obstore, which stay until the process ends."""
     from penstock.sources.remote.object_store import ObjectStore
 
-    ObjectStore(tmp_path_factory.mktemp("obstore").as_uri(), 1.0, lambda: None).size_of("x")
+    ObjectStore(tmp_path_factory.mktemp("obstore").as_uri(), 1.0).size_of("x")
 
 
 SERVERS = [

@@ -266,6 +266,9 @@ def _expand(pattern: str) -> list[str]:
     for one in expand_braces(pattern):
         matches = sorted(glob.glob(one)) if glob.has_magic(one) else [one] * os.path.exists(one)
         if not matches:
+            from penstock.sources.remote.address import refuse_single_slash
+
+            refuse_single_slash(one)
             _refuse_denied(one)
             raise BadStore(
                 f"{one} does not exist, or matches no file",

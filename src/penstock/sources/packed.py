@@ -435,6 +435,10 @@ class Packed(ColumnDataset):
             )
             self._open(remote, read_ahead)
         else:
+            if ":" in found:
+                from penstock.sources.remote.address import refuse_single_slash
+
+                refuse_single_slash(found)
             self._open(PackedFolder(found, verify), read_ahead)
         self._is_channels_last = check_memory_format(memory_format, "Packed")
         if columns is not None:

@@ -152,8 +152,11 @@ class PackedFolder:
         return BadStore(what, where=self.path, likely=likely, remedy=remedy, path=self.path)
 
 
-def read_manifest(path: str) -> Manifest:
+def read_manifest(path: str, url: str | None = None) -> Manifest:
     """Read the manifest of the packed set at ``path``.
+
+    Args:
+        url: Where it was fetched from, for messages.
 
     Raises:
         BadStore: It is missing, unfinished, invalid, or of a newer version.
@@ -161,9 +164,9 @@ def read_manifest(path: str) -> Manifest:
     file = os.path.join(path, MANIFEST)
     try:
         with open(file, encoding="utf-8", opener=open_regular) as content:
-            return Manifest.from_json(content.read(), file)
+            return Manifest.from_json(content.read(), f"{url}/{MANIFEST}" if url else file)
     except UnicodeDecodeError as error:
-        raise BadStore(f"{file} is not valid JSON: {error}", path=path) from None
+        raise BadStore(f"{url or path}/{MANIFEST} is not valid JSON: {error}", path=path) from None
     except PermissionError as error:
         raise open_error(file, error) from None
     except OSError as error:

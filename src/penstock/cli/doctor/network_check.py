@@ -66,7 +66,7 @@ def check_network(url: str) -> NetworkFindings:
     """
     require_obstore(url)
     found = NetworkFindings(url=check_url(url))
-    store = ObjectStore(found.url, _RETRY_S, lambda: None)
+    store = ObjectStore(found.url, _RETRY_S)
     sizes = _list(store, found)
     try:
         content = store.read(MANIFEST) if store.size_of(MANIFEST) is not None else None

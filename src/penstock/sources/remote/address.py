@@ -30,7 +30,7 @@ def check_url(url: str) -> str:
     """Return the URL of a set without a slash at the end, or raise BadArgument.
 
     Example:
-        >>> check_url("s3://bucket/set/")
+        >>> check_url("S3://bucket/set/")
         's3://bucket/set'
     """
     try:
@@ -61,7 +61,21 @@ def check_url(url: str) -> str:
         )
     if not found.netloc and found.scheme not in ("file", "local"):
         raise BadArgument(f"{url!r} has no bucket or host", remedy="Packed('s3://bucket/set')")
-    return url.rstrip("/")
+    return f"{found.scheme}:{url.partition(':')[2].rstrip('/')}"
+
+
+def refuse_single_slash(path: str) -> None:
+    """Raise BadArgument for ``s3:/bucket/set``, which is what ``pathlib`` makes of an address."""
+    scheme, _, rest = path.partition(":")
+    scheme = scheme.lower()
+    if scheme not in (*SCHEMES, *FSSPEC_SCHEMES) or not rest or os.path.exists(path):
+        return
+    slashes = "///" if scheme in ("file", "local") else "//"
+    raise BadArgument(
+        f"{path!r} is neither a folder nor an address: an address has two slashes after {scheme}:",
+        likely="pathlib.Path makes one slash of two.",
+        remedy=f"the text {scheme + ':' + slashes + rest.lstrip('/')!r}",
+    )
 
 
 def uses_fsspec(url: str) -> bool:

@@ -8,6 +8,7 @@ Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -134,12 +135,15 @@ def make_private(root: str) -> None:
 
     Raises:
         BadArgument: It exists and belongs to another user, who could change what is read.
+        CannotWrite: It cannot be created or written.
     """
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it is not writable")
     except OSError as error:
         raise CannotWrite(
-            f"the cache folder {root} cannot be created: {error.strerror or error}",
+            f"the cache folder {root} cannot be used: {error.strerror or error}",
             remedy="Packed(..., cache_folder='/another/folder')",
             path=root,
         ) from None

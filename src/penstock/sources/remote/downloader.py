@@ -430,7 +430,8 @@ class Downloader:
         entry = self._layout.entries[file]
         first = int(self._layout.first_units[file]) + start // UNIT_BYTES
         for _ in range(2):
-            learning = self._start_learning(file)
+            is_whole = end - start == entry.bytes  # its checksums are checked by that of the file
+            learning = None if is_whole else self._start_learning(file)
             content = bytes(self._store.read(entry.name, start, end, entry.etag))
             self._count(num_requests=1, num_bytes=len(content))
             units = block_checksums(content)
@@ -439,7 +440,7 @@ class Downloader:
                 return content
             if learning is not None:
                 learning.result()
-            elif not self.table.known[file]:  # a single unit has no file of checksums
+            elif is_whole and not self.table.known[file]:
                 self._set_units(file, units)
             if np.array_equal(units, self.table.units[first : first + len(units)]):
                 return content
@@ -455,12 +456,7 @@ class Downloader:
 
     def _start_learning(self, file: int) -> Future[None] | None:
         """Begin to fetch the checksums of a file's units, unless they are known."""
-        first, last = self._layout.first_units[file : file + 2].tolist()
-        if (
-            self.table.known[file]
-            or self._layout.entries[file].etag is not None
-            or last - first < 2
-        ):
+        if self.table.known[file] or self._layout.entries[file].etag is not None:
             return None
         return self._checks.submit(self._learn_units, file)
 
@@ -583,7 +579,7 @@ def _run(options: dict[str, Any], folder: str, turn: int | None) -> None:
     layout = read_layout(folder, options["url"])
     table = CacheTable(folder, layout, create=True)
 
-    def note_retry() -> None:
+    def note_retry(why: str) -> None:
         table.header["num_retries"] += 1
 
     store = ObjectStore(options["url"], options["timeout_s"] / 2, note_retry)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,11 +27,14 @@ from penstock.machine.child_process import ChildProcess, python_command
 from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.object_list import ObjectEntry, ObjectList
 
+_log = logging.getLogger("penstock")
 _PACKAGE = "penstock.sources.remote"
 _PAUSE_S = 2.0
 """Time between two starts for one set."""
 _STARTING_S = 60.0
 """How long a downloader can take to start before another one is tried."""
+_QUIET_S = 2.0
+"""How long a set can take to open before the reason is logged."""
 START_LOCK = "start.lock"
 """Has the number of starts so far. Its time of change is that of the last one."""
 _children: list[tuple[int, subprocess.Popen[bytes]]] = []
@@ -140,7 +144,7 @@ def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> d
     command = python_command(f"{_PACKAGE}.set_lookup:{function}", _arguments(url, options))
     with ChildProcess(command, send=send) as child:
         try:
-            answer = json.loads(child.read_line(options.timeout_s + 30.0) or "")
+            answer = _read_answer(child, url, options.timeout_s)
         except (TimeoutError, ValueError):
             answer = {"kind": "network", "what": f"{url} could not be read"}
         if answer.get("stays"):
@@ -155,6 +159,24 @@ def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> d
         remedy=answer.get("remedy") or None,
         path=url,
     )
+
+
+def _read_answer(child: ChildProcess, url: str, timeout_s: float) -> dict[str, Any]:
+    """Return the answer. Long waits are logged, once, with their cause."""
+    start_s, is_told = time.monotonic(), False
+    while True:
+        left_s = start_s + timeout_s + 30.0 - time.monotonic()
+        answer: dict[str, Any] = json.loads(child.read_line(left_s) or "")
+        if "trying" not in answer:
+            return answer
+        if not is_told and time.monotonic() - start_s > _QUIET_S:
+            is_told = True
+            _log.warning(
+                "%s; trying again for up to %g s (network_timeout_s=%g)",
+                answer["trying"],
+                timeout_s / 2,
+                timeout_s,
+            )
 
 
 def _arguments(url: str, options: CacheOptions) -> str:

@@ -212,8 +212,8 @@ def open_objects(
         StorageFailed: The storage cannot be read.
     """
     for one in named:
-        check_url(one)
-        require_obstore(one)
+        require_obstore(check_url(one))
+    named = [f"{one.partition(':')[0].lower()}:{one.partition(':')[2]}" for one in named]
     if format == "packed":
         return format, list(named)
     every = tuple(ending for some in endings.values() for ending in some)

@@ -74,10 +74,12 @@ class ObjectStore:
 
     Args:
         retry_s: How long a request is repeated after faults that can pass.
-        note_retry: Called before each repetition.
+        note_retry: Called before each repetition, with the fault.
     """
 
-    def __init__(self, url: str, retry_s: float, note_retry: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, retry_s: float, note_retry: Callable[[str], None] = lambda why: None
+    ) -> None:
         self.url = url
         self._retry_s = retry_s
         self._note_retry = note_retry
@@ -176,7 +178,7 @@ class ObjectStore:
                     deadline_s = min(deadline_s, start_s + _CREDENTIALS_S)
                 if is_final or now_s + pause_s > deadline_s:
                     raise failed from None
-            self._note_retry()
+            self._note_retry(failed.facts["what"])
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -248,16 +250,27 @@ class ObjectStore:
         )
 
 
-def store_manifest(options: dict[str, Any]) -> str:
+def store_manifest(
+    options: dict[str, Any], note_retry: Callable[[str], None] = lambda why: None
+) -> str:
     """Fetch the manifest of a set into the cache. Returns the set's folder there."""
-    store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+    store = ObjectStore(options["url"], options["timeout_s"] / 2, note_retry)
     content = store.read(_MANIFEST)
     folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
-    os.makedirs(folder, mode=0o700, exist_ok=True)
     part = os.path.join(folder, f"{_MANIFEST}.{os.getpid()}")
-    with open(part, "wb") as file:
-        file.write(content)
-    os.replace(part, os.path.join(folder, _MANIFEST))
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(content)
+        os.replace(part, os.path.join(folder, _MANIFEST))
+    except OSError as error:
+        raise FetchFailed(
+            "network",
+            f"{options['url']}/{_MANIFEST} could not be stored in {folder}: "
+            f"{error.strerror or error}",
+            "the disk of the cache is full or read-only.",
+            "Packed(..., cache_folder='/another/disk')",
+        ) from None
     return folder
 
 

@@ -39,7 +39,7 @@ class RemoteFolder(CachedSet):
             require_obstore(url)
             make_private(options.root)
             folder = open_set(url, options)
-        self.manifest = read_manifest(folder)
+        self.manifest = read_manifest(folder, url)
         self.schemas, self.form = self.manifest.fields, self.manifest.form
         super().__init__(BlockLayout(self.manifest, url), folder, options)
         self.columns: dict[str, Column] = {one.name: self._open(one) for one in self.schemas}

@@ -31,7 +31,7 @@ from penstock.machine.cache_folder import cache_folder
 from penstock.sources.checksums import BLOCK_BYTES, block_checksums, file_checksum
 from penstock.sources.manifest import JOURNAL, MANIFEST, FileEntry, Manifest, read_shard
 from penstock.sources.packed_writer import Map, PackSpec, finished_shards, write_record
-from penstock.sources.remote.address import check_url, require_obstore
+from penstock.sources.remote.address import check_url, refuse_single_slash, require_obstore
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore
 
 _NUM_FILES = 4
@@ -156,10 +156,12 @@ class _ShardUploads:
 
 def _open(place: str) -> ObjectStore:
     if "://" not in place:
+        refuse_single_slash(place)
         os.makedirs(place, exist_ok=True)
         place = Path(place).resolve().as_uri()
+    place = check_url(place)
     require_obstore(place)
-    return ObjectStore(check_url(place), _RETRY_S, lambda: None)
+    return ObjectStore(place, _RETRY_S)
 
 
 def _copy(

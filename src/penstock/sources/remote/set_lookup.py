@@ -28,7 +28,7 @@ def open_set(arguments: str) -> None:
         target=importlib.import_module, args=("penstock.sources.remote.downloader",)
     )
     importing.start()
-    answer = _answer(options, lambda: {"folder": store_manifest(options)})
+    answer = _answer(options, lambda: {"folder": store_manifest(options, _tell)})
     importing.join()
     from penstock.sources.remote.downloader import lock_set, serve
     from penstock.sources.remote.downloader_start import turn_to_start
@@ -50,10 +50,15 @@ def look_up(arguments: str) -> None:
     options = json.loads(arguments)
 
     def find() -> dict[str, Any]:
-        store = ObjectStore(options["url"], options["timeout_s"] / 2, lambda: None)
+        store = ObjectStore(options["url"], options["timeout_s"] / 2, _tell)
         return {"objects": find_objects(store, json.load(sys.stdin))}
 
     print(json.dumps(_answer(options, find)), flush=True)
+
+
+def _tell(why: str) -> None:
+    """Let the program know why there is no answer yet."""
+    print(json.dumps({"trying": why}), flush=True)
 
 
 def _answer(options: dict[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

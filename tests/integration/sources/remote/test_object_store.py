@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import logging
 import os
 import pickle
 import shutil
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
 
 import penstock
-from penstock.errors import AlreadyThere, BadStore, Damaged, StorageFailed
+from penstock import DataLoader
+from penstock.errors import AlreadyThere, BadStore, Damaged, PenstockError, StorageFailed
+from penstock.sources.remote import downloader_start
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore
 from penstock.sources.remote.set_copy import copy_set
 from support.packed_sets import digest, flip
 from support.range_server import RangeServer
-from support.remote_sets import ended_downloaders, is_same, needs_obstore
-from support.s3_servers import S3Place, upload
+from support.remote_sets import ended_downloaders, is_same, needs_obstore, table_of
+from support.s3_servers import S3Place, free_port, upload
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 
@@ -52,6 +60,111 @@ def test_a_set_copied_to_s3_reads_as_from_the_disk_and_shows_no_credentials(
         copy_set(str(packed), url)
     copy_set(url, str(tmp_path / "back"))
     assert digest(tmp_path / "back") == digest(packed)
+
+
+@pytest.mark.slow
+def test_eight_workers_read_the_same_bits_from_s3_cold_and_warm(
+    s3: S3Place, packed: Path, tmp_path: Path
+) -> None:
+    url = f"{s3.url}/one".replace("s3://", "S3://")  # the case of the scheme does not matter
+    copy_set(str(packed), url)
+    local = penstock.Packed(packed).select("pixels", "label")
+
+    def read(dataset: Any, num_workers: int, seed: int = 7) -> list[str]:
+        loader = DataLoader(
+            dataset, batch_size=32, shuffle=True, seed=seed, num_workers=num_workers
+        )
+        found = [
+            hashlib.sha256(batch["pixels"].numpy().tobytes() + batch["label"].numpy().tobytes())
+            for batch in loader
+        ]
+        loader.close()
+        return [one.hexdigest() for one in found]
+
+    expected = read(local, 0)
+    with ended_downloaders():
+        ours = penstock.Packed(url, cache_folder=tmp_path / "cache").select("pixels", "label")
+        assert read(ours, 8) == expected
+        num_requests = table_of(ours).counters()["num_requests"]
+        assert read(ours, 8) == expected
+        assert table_of(ours).counters()["num_requests"] == num_requests
+        assert read(ours, 8, seed=8) != expected
+        assert is_same(penstock.open_dataset(url, cache_folder=tmp_path / "cache")[7]["label"], 7)
+
+
+@pytest.mark.slow
+def test_traces_timelines_logs_and_errors_have_no_credentials(
+    s3: S3Place,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import boto3
+    from botocore.config import Config
+
+    secrets = [s3.environment["AWS_ACCESS_KEY_ID"], s3.environment["AWS_SECRET_ACCESS_KEY"]]
+    if not s3.checks_keys:  # the other server knows no tokens
+        secrets.append("token-of-the-tests")
+        monkeypatch.setenv("AWS_SESSION_TOKEN", secrets[-1])
+    monkeypatch.setattr(downloader_start, "_QUIET_S", 0.0)
+    caplog.set_level(logging.DEBUG, "penstock")
+    url, cache = f"{s3.url}/one", tmp_path / "cache"
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3.environment["AWS_ENDPOINT_URL"],
+        region_name=s3.environment["AWS_REGION"],
+        config=Config(signature_version="s3v4"),
+    )
+    name = {"Bucket": bucket, "Key": f"{key}/manifest.json"}
+    signed = client.generate_presigned_url("get_object", Params=name)
+    client.close()
+    assert secrets[0] in signed
+    secrets.append(parse_qs(urlsplit(signed).query)["X-Amz-Signature"][0])
+    copy_set(str(packed), url)
+    kept: dict[str, str] = {}
+    with ended_downloaders():
+        ours = penstock.Packed(url, cache_folder=cache).select("pixels", "label")
+        loader = DataLoader(
+            ours, batch_size=64, seed=0, num_workers=2, trace=tmp_path / "trace.json"
+        )
+        for _ in loader:
+            pass
+        timeline = loader.timeline()
+        timeline.save(tmp_path / "saved.html")
+        kept["timeline"] = f"{timeline!r} {timeline} {timeline.say()} {timeline.facts}"
+        kept["perfetto"] = json.dumps(timeline.to_perfetto())
+        kept["loader"] = f"{loader.plan} {loader.metrics()} {loader.state_dict()} {loader!r}"
+        loader.close()
+        dead = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"}
+        failing: dict[str, tuple[dict[str, str], Callable[[], Any]]] = {
+            "missing": ({}, lambda: penstock.Packed(url + "-not", cache_folder=cache)),
+            "missing tar": ({}, lambda: penstock.open_dataset(url + "/x.tar", cache_folder=cache)),
+            "signed": ({}, lambda: penstock.Packed(signed, cache_folder=cache)),
+            "signed tar": ({}, lambda: penstock.open_dataset(signed, cache_folder=cache)),
+            "signed target": ({}, lambda: penstock.pack([1], signed)),
+            "dead": (dead, lambda: penstock.Packed(url, cache_folder=cache, network_timeout_s=2)),
+        }
+        for what, (environment, read) in failing.items():
+            with monkeypatch.context() as patched:
+                for variable, value in environment.items():
+                    patched.setenv(variable, value)
+                with pytest.raises(PenstockError) as caught:
+                    read()
+            shown = traceback.format_exception(caught.type, caught.value, caught.tb)
+            kept[what] = "".join(shown) + repr(vars(caught.value))
+    kept["log"] = caplog.text
+    kept["output"] = "".join(capfd.readouterr())
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            kept[path.name] = path.read_bytes().decode("latin-1")
+    assert "trying again" in kept["log"]
+    for shows_address in ("trace.json", "saved.html", "perfetto", "loader", "dead", "log"):
+        assert url in kept[shows_address], shows_address
+    found = [what for what, text in kept.items() for one in secrets if one in text]
+    assert found == []
 
 
 def test_a_wrong_key_is_named_without_the_key(
@@ -93,7 +206,7 @@ def test_missing_credentials_are_named_without_long_silence(
     with RangeServer(tmp_path) as server:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", server.url)
         start_s = time.monotonic()
-        store = ObjectStore("s3://some-bucket/one", 600.0, lambda: None)
+        store = ObjectStore("s3://some-bucket/one", 600.0)
         with pytest.raises(FetchFailed, match="no credentials were found"):
             store.read("manifest.json")
         assert time.monotonic() - start_s < 300  # half of the time for other faults

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,13 @@ import torch
 
 import penstock
 from penstock import DataLoader
-from penstock.errors import BadArgument, StorageFailed
+from penstock.errors import BadArgument, BadStore, CannotWrite, Damaged, StorageFailed
+from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
+from penstock.sources.remote import downloader_start
+from penstock.sources.remote.block_layout import BLOCK_BYTES
 from penstock.sources.remote.remote_rows import RemoteRows
-from support.range_server import RangeServer
+from support.packed_sets import flip
+from support.range_server import Fault, RangeServer
 from support.remote_sets import (
     NUM_SAMPLES,
     RemoteSet,
@@ -27,6 +35,7 @@ from support.remote_sets import (
     needs_obstore,
     table_of,
 )
+from support.s3_servers import free_port
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 BATCH = 32
@@ -238,10 +247,12 @@ def test_blocks_arrive_ahead_of_use_and_many_at_once(photos: Path, tmp_path: Pat
     with ended_downloaders(), RangeServer(photos, latency_s=0.3) as server:
         remote = RemoteSet(photos, tmp_path / "cache", server)
         ours = remote.open().select("pixels", "label")
-        next(iter(DataLoader(ours, batch_size=4)))  # the first batch needs one block of each field
-        table = table_of(ours)
+        loader = DataLoader(ours, batch_size=4)  # kept: blocks are fetched ahead while it lives
+        next(iter(loader))  # needs one block of each field
+        table, deadline_s = table_of(ours), time.monotonic() + 240
         while table.counters()["used_bytes"] < 0.9 * 33e6:
-            pass
+            assert time.monotonic() < deadline_s, "the blocks do not arrive"
+            time.sleep(0.01)
         assert server.most_at_once > 4
 
 
@@ -293,6 +304,90 @@ def test_a_file_url_reads_the_same(photos: Path, tmp_path: Path) -> None:
 def test_an_address_without_a_set_is_an_error_that_names_it(remote: RemoteSet) -> None:
     with pytest.raises(StorageFailed, match=r"nothing/manifest\.json does not exist"):
         penstock.Packed(remote.server.url + "/nothing", cache_folder=remote.folder)
+
+
+def test_an_answer_that_is_no_manifest_is_an_error_that_names_the_address(tmp_path: Path) -> None:
+    (tmp_path / "page").mkdir()
+    for content in (b"<html>Sign in</html>", b"\xff\xfe", b"{}"):
+        (tmp_path / "page" / "manifest.json").write_bytes(content)
+        with (
+            ended_downloaders(),
+            RangeServer(tmp_path / "page") as server,
+            pytest.raises(BadStore, match=re.escape(f"{server.url}/manifest.json is not")),
+        ):
+            penstock.Packed(server.url, cache_folder=tmp_path / "cache")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named(remote: RemoteSet, tmp_path: Path) -> None:
+    with ended_downloaders():
+        remote.open()
+    cache = remote.cache()
+    shutil.rmtree(cache)
+    cache.write_bytes(b"in the way")
+    with pytest.raises(StorageFailed, match=r"manifest\.json could not be stored in") as caught:
+        remote.open()
+    assert str(cache) in str(caught.value)
+    assert "cache_folder=" in str(caught.value)
+    with pytest.raises(CannotWrite, match="cannot be used"):
+        penstock.Packed(remote.server.url, cache_folder=cache)
+    cache.unlink()
+    assert remote.open()[3]["label"] == 3
+
+
+READ_ONLY = """
+import os, sys
+from penstock.sources.remote.cached_set import make_private
+root = sys.argv[1]
+os.chmod(root, 0o700)
+if os.getuid() == 0:  # who may write everywhere
+    os.chown(root, 65534, 65534)
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+make_private(root)
+os.chmod(root, 0o500)
+make_private(root)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions of POSIX")
+def test_a_read_only_cache_folder_is_an_error_that_names_it() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # other users can reach it, unlike tmp_path
+        command = [sys.executable, "-c", READ_ONLY, folder]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert f"the cache folder {folder} cannot be used: it is not writable" in ended.stderr
+    assert "line 11" in ended.stderr  # not the first call
+
+
+def test_an_address_that_does_not_answer_is_logged_once_with_the_cause(
+    remote: RemoteSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(downloader_start, "_QUIET_S", 0.0)
+    remote.open()
+    assert not caplog.records
+    dead = f"http://127.0.0.1:{free_port()}/set"
+    for read in (penstock.Packed, penstock.open_dataset):
+        with pytest.raises(StorageFailed, match=dead):
+            read(dead + "/x.tar", cache_folder=remote.folder, network_timeout_s=2)
+        (record,) = caplog.records
+        assert dead in record.getMessage()
+        assert "network_timeout_s=2" in record.getMessage()
+        caplog.clear()
+
+
+def test_a_file_of_one_block_needs_no_checksums_but_those_of_the_manifest(tmp_path: Path) -> None:
+    rows = [np.full(UNIT_BYTES // 2 - 999, at, np.uint8) for at in range(30)]
+    penstock.pack(rows, tmp_path / "set", workers=0, shard_bytes=3 << 20)
+    flip(tmp_path / "set" / "value-00003.npy", at=2 << 20)
+    with ended_downloaders(), RangeServer(tmp_path / "set") as server:
+        server.faults.append(Fault("flip", "value-00001"))
+        ours = penstock.Packed(server.url, cache_folder=tmp_path / "cache")
+        sizes = ours._files[0].layout.block_bytes
+        assert all(UNIT_BYTES < size <= BLOCK_BYTES for size in sizes[:-1])
+        assert np.array_equal(ours[1], rows[1])
+        assert np.array_equal(ours[8], rows[8])
+        requested = [name.strip("/") for name, _, _ in server.requests]
+        assert requested == ["manifest.json", "value-00000.npy", *2 * ["value-00001.npy"]]
+        with pytest.raises(Damaged, match=r"value-00003\.npy"):
+            ours[3 * 6 + 1]
 
 
 def test_sets_in_and_out_of_object_storage_are_not_joined(remote: RemoteSet) -> None:

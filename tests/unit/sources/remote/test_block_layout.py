@@ -114,6 +114,26 @@ def test_urls_of_all_schemes_are_accepted(scheme: str) -> None:
     assert address.check_url(f"{scheme}://place/a/set/") == f"{scheme}://place/a/set"
 
 
+def test_the_case_of_a_scheme_does_not_matter() -> None:
+    assert address.check_url("S3://Bucket/A-Set/") == "s3://Bucket/A-Set"
+    assert address.check_url("HTTPS://host:80/x") == "https://host:80/x"
+
+
+def test_an_address_with_one_slash_is_refused_with_the_address_to_use(tmp_path: Path) -> None:
+    from penstock import Packed, open_dataset, pack
+    from penstock.sources.remote.set_copy import copy_set
+
+    meant = str(Path("S3://bucket/set"))
+    for use in (Packed, open_dataset, lambda path: pack([1], path), lambda at: copy_set(at, at)):
+        with pytest.raises(BadArgument, match="'s3://bucket/set'"):
+            use(meant)
+    with pytest.raises(BadArgument, match="'file:///data/set'"):
+        address.refuse_single_slash("file:/data/set")
+    for other in (str(tmp_path), "C:/data/set", "s3", "bucket:8000/set"):
+        address.refuse_single_slash(other)
+    assert not Path("S3:").exists()
+
+
 def test_the_values_of_secret_variables_are_removed_from_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
