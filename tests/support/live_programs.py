@@ -1,6 +1,6 @@
 """Programs that run loaders until they are killed, for ``penstock top``.
 
-    python live_programs.py NUM_LOADERS NUM_WORKERS [hang | fork | torch | read]
+    python live_programs.py NUM_LOADERS NUM_WORKERS [hang | fork | torch | read | between]
 
 The program prints "ready" once all loaders have run for some seconds.
 """
@@ -22,7 +22,7 @@ class Slow:
         self._how = how
 
     def __len__(self) -> int:
-        return 10**9
+        return 400 if self._how == "between" else 10**9
 
     def __getitem__(self, index: int) -> int:
         time.sleep(3600 if self._how == "hang" and index == 777 else 0.002)
@@ -38,6 +38,12 @@ def run_loaders(num_loaders: int, num_workers: int, how: str) -> None:
     else:
         from penstock import DataLoader
 
+    if how == "between":  # epochs until penstock top can see them, and then none
+        loader: Any = DataLoader(Slow(how), batch_size=4, num_workers=num_workers)
+        while loader._recorder is None or loader._recorder._status is None:
+            list(loader)
+        print("ready", flush=True)
+        time.sleep(3600)
     iterators = [
         iter(DataLoader(Slow(how), batch_size=4, num_workers=num_workers))
         for _ in range(num_loaders)

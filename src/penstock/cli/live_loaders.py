@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.engine.memory.messages import (
     trace_buffers,
 )
 from penstock.machine.kernel_files import read_fields, read_text
+from penstock.trace.diagnosis import Diagnosis
 from penstock.trace.live_status import NAME, read_status
 from penstock.trace.metrics import WINDOW_S, Metrics, make_metrics, sum_io
 from penstock.trace.record import Kind, now_ns, read_records, start_of_last
@@ -34,6 +35,9 @@ from penstock.trace.record_columns import recent_columns
 
 _MEMFD = "/memfd:penstock"
 _NUM_TRIES = 5
+_NO_EPOCH = Diagnosis(
+    cause="nothing", sentence="No epoch is running. Rates and times are those of the last one."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,8 @@ def _read_loader(pid: int, path: str) -> LoaderView | None:
     pids = [pid, *(worker.pid for pool in pools for worker in pool.workers(at_ns))]
     counts = {**header["counts"], **sum_io(sorted(set(pids)))}
     metrics = make_metrics(_recent(header, main, pools), counts)
+    if header.get("has_ended"):  # and the records of its workers are gone
+        metrics = replace(metrics, verdict=_NO_EPOCH)
     last = read_records(main, max(0, _head(main) - 50))[0]
     ends_ns = [record.end_ns for record in last if record.kind == Kind.BATCH]
     waiting_ns = header.get("waiting_ns")

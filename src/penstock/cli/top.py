@@ -239,8 +239,10 @@ def _lines(view: LoaderView, usage: _Usage, width: int) -> Iterator[tuple[str, s
         f"{metrics.wait_share:.0%}, step {metrics.step_share:.0%}; {metrics.num_ready} ready",
         "",
     )
-    times = ((name, getattr(metrics, name)) for name in ("load", "wait", "step"))
-    shown = "; ".join(f"{name} {_ms(t.p50_s)}/{_ms(t.p95_s)}/{_ms(t.p99_s)}" for name, t in times)
+    times = [(name, getattr(metrics, name)) for name in ("load", "wait", "step")]
+    shown = "; ".join(
+        f"{name} {_ms(t.p50_s)}/{_ms(t.p95_s)}/{_ms(t.p99_s)}" for name, t in times if t.p99_s
+    )
     yield f"p50/p95/p99 in ms: {shown}", ""
     num_bad = sum(metrics.bad_samples.values())
     line = f"{metrics.num_batches:,} batches; {metrics.num_restarts} restarts "

@@ -233,7 +233,7 @@ class Recorder:
             while sum(len(worker.records) for worker in self._ended) > self._max_kept:
                 self._ended.pop(0)
         if self._status is not None:
-            self._publish()
+            self._publish({"has_ended": not self._pools})
 
     def record_launch(self, start_ns: int, num_workers: int) -> None:
         """Record that workers were launched. They continue to start in the background."""

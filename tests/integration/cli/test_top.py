@@ -168,6 +168,21 @@ def test_the_bytes_that_are_read_now_are_shown() -> None:
     assert units[other.pid] in ("B", "KiB"), printed
 
 
+def test_between_two_epochs_no_bottleneck_is_named() -> None:
+    with running("1", "2", "between") as between, running("1", "2") as other:
+        wait_for(lambda: read_program(between.pid) and read_program(other.pid))
+        ended, running_now = (
+            " ".join(command_line.invoke("top", str(pid), "--once").output.split())
+            for pid in (between.pid, other.pid)
+        )
+    assert "No epoch is running." in ended
+    assert "Bottleneck" not in ended
+    assert "Try:" not in ended
+    assert "load 0/0/0" not in ended
+    assert "No epoch is running." not in running_now
+    assert "load " in running_now
+
+
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 """Runs a program that has its own process ids and its own /proc, as in a container."""
 
