@@ -209,13 +209,18 @@ class BadArgument(PenstockError, ValueError):
 
     @classmethod
     def unless_one_of(
-        cls, name: str, value: object, known: tuple[str, ...], call: str = "DataLoader"
+        cls,
+        name: str,
+        value: object,
+        known: tuple[str, ...],
+        call: str = "DataLoader",
+        likely: str | None = None,
     ) -> None:
-        """Raise unless ``value`` is in ``known``."""
+        """Raise unless ``value`` is in ``known``. Without a similar one, suggest ``likely``."""
         if value not in known:
             import difflib
 
-            near = [*difflib.get_close_matches(str(value), known, n=1), known[0]]
+            near = [*difflib.get_close_matches(str(value), known, n=1), likely or known[0]]
             raise cls(
                 f"{name}={value!r} must be one of {', '.join(map(repr, known))}",
                 remedy=f"{call}(..., {name}={near[0]!r})",

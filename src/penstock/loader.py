@@ -28,9 +28,9 @@ from penstock.options import (
     DocWithOptions,
     LoaderOptions,
     Tracing,
+    check_arguments,
     check_count,
     check_num_workers,
-    check_sizes,
     options_of,
     read_options,
     refuse_unknown,
@@ -128,7 +128,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         **options: Unpack[LoaderOptions],
     ) -> None:
         self._set_options(dataset, options, prefetch_factor)
-        check_sizes(batch_size, prefetch_factor)
+        has_sampler = sampler is not None or batch_sampler is not None
+        check_arguments(dataset, has_sampler, batch_size, prefetch_factor)
         self._is_auto = check_num_workers("num_workers", num_workers) == "auto"
         if self._is_auto:
             from penstock.machine.collect import quick_facts
@@ -142,7 +143,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         self._auto_workers = num_workers if self._is_auto else None
         order, is_iterable = None, isinstance(dataset, torch.utils.data.IterableDataset)
         has_ranks = self.shard or self.rank is not None or self.world_size is not None
-        if sampler is not None or batch_sampler is not None or is_iterable:
+        if has_sampler or is_iterable:
             if has_ranks:
                 from penstock.order.ranks import refuse_ranks
 

@@ -93,14 +93,28 @@ def check_seed(name: str, seed: Any) -> int:
     return value
 
 
-def check_sizes(batch_size: Any, prefetch_factor: Any) -> None:
-    """Refuse a string, which torch's message shows like a number, and prefetch_factor=0.
+def check_arguments(dataset: Any, has_sampler: bool, batch_size: Any, prefetch_factor: Any) -> None:
+    """Refuse values that torch accepts but cannot iterate, and strings, which look like numbers.
 
-    torch checks the rest. It accepts prefetch_factor=0, but cannot iterate then.
+    torch checks the rest.
 
     Example:
-        >>> check_sizes(8, None)
+        >>> check_arguments(list, False, 8, None)
+        Traceback (most recent call last):
+        TypeError: the dataset is the class list, not an instance of it. Try: DataLoader(list(...))
     """
+    if not has_sampler and not hasattr(type(dataset), "__len__"):
+        if dataset is None:
+            raise TypeError(
+                "the dataset is None. Try: DataLoader(dataset), where dataset has __len__ and "
+                "__getitem__, or is an IterableDataset. Does the function that makes it return it?"
+            )
+        if isinstance(dataset, type):
+            name = dataset.__qualname__.rpartition(".")[2]
+            raise TypeError(
+                f"the dataset is the class {name}, not an instance of it. Try: "
+                f"DataLoader({name}(...))"
+            )
     if isinstance(batch_size, str):
         raise BadArgument(
             f"batch_size={batch_size!r} is a string, not an integer",
@@ -241,9 +255,12 @@ def _check_writable(name: str, path: str) -> None:
         ) from None
 
 
+ON_ERROR = ("raise", "skip", "replace")
+
+
 def _check_on_error(name: str, on_error: Any) -> Any:
     if not callable(on_error):
-        BadArgument.unless_one_of(name, on_error, ("raise", "skip", "replace"))
+        BadArgument.unless_one_of(name, on_error, ON_ERROR, likely="skip")
     return on_error
 
 

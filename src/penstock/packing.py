@@ -103,6 +103,11 @@ def pack(
 
             refuse_single_slash(target)
         refuse_finished(target)
+    if max_bad is not None and on_error == "raise":
+        warn_user(
+            f"max_bad={max_bad} has no effect, because on_error='raise' stops at the first bad "
+            "sample. Try: pack(..., on_error='skip', max_bad=...)"
+        )
     random_check = _RandomSampleCheck()
     spec, fetch = inspect_source(
         dataset,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -269,3 +270,45 @@ def test_no_prefetch_is_refused_instead_of_waiting_for_ever() -> None:
     loader = TorchDataLoader(Numbers(), num_workers=1, prefetch_factor=0)
     with patched(), pytest.raises(BadArgument, match="prefetch_factor=0 would load no batch"):
         iter(loader)
+
+
+def test_a_dataset_that_is_none_or_a_class_is_named() -> None:
+    for options in ({}, {"shuffle": True}, {"seed": 0}, {"num_workers": 2}):
+        with pytest.raises(TypeError, match=r"the dataset is None\. Try: DataLoader"):
+            DataLoader(None, **options)
+        with pytest.raises(TypeError, match=r"the class Numbers, .* Try: DataLoader\(Numbers\("):
+            DataLoader(Numbers, **options)
+    with pytest.raises(TypeError, match="the class Shards, not an instance"):
+        DataLoader(Shards)
+    for dataset, sampler in ((None, [0]), (WithLength, None), (iter([1]), None)):
+        DataLoader(dataset, sampler=sampler)  # controls: torch's class accepts them too
+
+
+class Meta(type):
+    def __len__(cls) -> int:
+        return 3
+
+    def __getitem__(cls, index: int) -> int:
+        return index
+
+
+class WithLength(metaclass=Meta):
+    """A class that is a dataset, as an Enum is."""
+
+
+def test_a_limit_of_bad_samples_without_a_policy_is_warned_about() -> None:
+    with pytest.warns(
+        UserWarning, match="max_bad=3 has no effect, because on_error='raise'"
+    ) as told:
+        DataLoader(Numbers(4), max_bad=3)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Numbers(4), max_bad=3, on_error="skip")
+        DataLoader(Numbers(4))
+
+
+def test_an_unknown_policy_is_answered_with_skip() -> None:
+    for given, advice in (("ignore", "skip"), ("warn", "skip"), ("replaced", "replace")):
+        with pytest.raises(BadArgument, match=rf"Try: DataLoader\(\.\.\., on_error='{advice}'\)"):
+            DataLoader(Numbers(4), on_error=given)

@@ -164,11 +164,11 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             is_option = unknown[0].startswith("-")
             kind = "No such option" if is_option else "Unexpected argument"
-            hint = self.unknown_option_hint
             near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1)
-            if near and not hint:
-                hint = f". Did you mean {near[0]}?"
-            self.error(f"{kind}: {unknown[0]}{hint if is_option else ''}")
+            hint = f". Did you mean {near[0]}?" if near else "."
+            if self.unknown_option_hint:
+                hint += f" {self.unknown_option_hint}"
+            self.error(f"{kind}: {unknown[0]}{hint.rstrip('.') if is_option else ''}")
         if self._has_script_arguments:
             options.arguments = [*options.arguments, *behind]
         return options, []

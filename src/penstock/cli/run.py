@@ -34,7 +34,7 @@ _OPTIONS = [option.name for option in options_of(PatchOptions).values() if optio
 def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
     parser.epilog = f"Exit status: that of the script, or {WAITED} after --max-wait."
-    parser.unknown_option_hint = ". Options of the script go after its name"
+    parser.unknown_option_hint = "Options of the script go after its name"
     parser.add_argument(
         "script",
         nargs=argparse.PARSER,  # one argument, and everything after it

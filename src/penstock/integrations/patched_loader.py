@@ -34,7 +34,7 @@ from penstock.integrations.tested_versions import untested_here
 from penstock.integrations.ultralytics import settle_mosaic
 from penstock.loader import DataLoader
 from penstock.machine.collect import quick_facts
-from penstock.options import SharedOptions, check_sizes, options_of
+from penstock.options import SharedOptions, check_arguments, options_of
 from penstock.order.epoch_state import EpochState
 from penstock.order.keys import PATCH_STREAM, make_key, mix64
 from penstock.planning.inputs import LoaderRequest
@@ -281,7 +281,7 @@ def _draws_at_start_only(loader: Any) -> bool:
 def _asked_prefetch(loader: Any) -> int | None:
     """Return the requested prefetch factor. torch's default of 2 counts as not requested."""
     prefetch: int | None = loader.prefetch_factor
-    check_sizes(None, prefetch)
+    check_arguments(None, True, None, prefetch)
     if _draws_at_start_only(loader):
         return None if prefetch == 2 else prefetch
     return prefetch or 2

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import BadArgument, CannotPack, PenstockError
-from penstock.options import check_count, check_seed
+from penstock.options import ON_ERROR, check_count, check_seed
 from penstock.order.event_loop import sample_getter
 from penstock.order.keys import BAD_STREAM, GOLDEN, make_key, mix64
 from penstock.order.sample_randomness import SampleRandomness
@@ -110,7 +110,7 @@ def inspect_source(
         on_probe: Called with each of these samples.
     """
     if not callable(on_error):
-        BadArgument.unless_one_of("on_error", on_error, ("raise", "skip", "replace"), "pack")
+        BadArgument.unless_one_of("on_error", on_error, ON_ERROR, "pack", "skip")
     check_count("shard_bytes", shard_bytes, 1)
     num_samples = _length_of(dataset)
     is_encoded = offers(dataset, "packed_sample")

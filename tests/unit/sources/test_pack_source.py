@@ -85,7 +85,11 @@ CANNOT = {
     "another kind": (Given(*[1] * 22, "one", *[1] * 18), {}, "sample 22: .* is text"),
     "no sample": (Given(), {}, "no samples"),
     "no length": (iter([1]), {}, "has no length"),
-    "an option that is not known": (Given(1), {"on_error": "ignore"}, "on_error='ignore'"),
+    "an option that is not known": (
+        Given(1),
+        {"on_error": "ignore"},
+        r"pack\(\.\.\., on_error='skip'\)",
+    ),
 }
 
 
@@ -169,6 +173,8 @@ def test_too_many_bad_samples_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(TooManyBad, match="1 of 3 samples are bad"):
         pack_here(dataset, tmp_path / "set", on_error="skip", max_bad=0.1)
     assert len(pack_here(dataset, tmp_path / "two", on_error="skip", max_bad=1)) == 2
+    with pytest.warns(UserWarning, match="max_bad=1 has no effect, because on_error='raise'"):
+        pack_here(Given(0, 1), tmp_path / "three", max_bad=1)
 
 
 class Random:

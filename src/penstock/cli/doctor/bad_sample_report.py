@@ -27,6 +27,7 @@ _MAX_ROWS = 10
 _MAX_LITERAL = 20
 """If there are more indices, the code to paste reads them from the file."""
 _MAX_CELL = 200
+_REMEDY = "use the file that DataLoader(..., on_error='skip', bad_samples_file=...) wrote"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +89,20 @@ def examine_bad_samples(target: str) -> BadSampleReport:
     """
     path = Path(target)
     if path.exists() and not path.is_file():
-        raise BadTarget(f"{target} is not a file", remedy="penstock doctor bad.jsonl")
+        raise BadTarget(f"{target} is not a file", remedy=_REMEDY)
     try:
         found = read(path)
     except (OSError, ValueError) as error:  # a null byte in the name raises ValueError
         why = getattr(error, "strerror", None) or error
         raise BadTarget(
-            f"{target} cannot be read: {why}", remedy="penstock doctor bad.jsonl"
+            f"{target} cannot be read: {why}",
+            remedy=_REMEDY,
         ) from None
     if found.num_lines and not found.samples:
         lines = count(found.num_lines, "line")
         raise BadTarget(
             f"{target} is not a list of bad samples: {lines}, but no JSON object with an 'index'",
-            remedy="use the file that DataLoader(..., bad_samples_file=...) wrote",
+            remedy=_REMEDY,
         )
     movable, num_elsewhere, num_shared = _files(found.samples)
     return BadSampleReport(

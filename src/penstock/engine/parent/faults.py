@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import TooManyBad
+from penstock.errors import TooManyBad, warn_user
 from penstock.order.epoch_state import EpochState
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Faults:
     def __init__(self, options: Mapping[str, Any], epoch_state: EpochState) -> None:
         self.on_error: OnError = options["on_error"]
         self.max_bad: float | None = options["max_bad"]
+        if self.max_bad is not None and self.on_error == "raise":
+            warn_user(
+                f"max_bad={self.max_bad} has no effect, because on_error='raise' stops at the "
+                "first bad sample. Try: DataLoader(..., on_error='skip', max_bad=...)"
+            )
         path = options["bad_samples_file"]
         self.path = None if path is None else os.fspath(path)
         self.max_restarts: int = options["max_restarts"]

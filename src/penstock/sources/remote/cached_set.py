@@ -114,7 +114,8 @@ def make_cache_options(
     check_count("read_ahead_bytes", read_ahead_bytes)
     if cache_bytes < _MIN_BLOCKS * BLOCK_BYTES:
         raise BadArgument(
-            f"cache_bytes={cache_bytes} is less than {_MIN_BLOCKS} blocks of {BLOCK_BYTES} bytes",
+            f"cache_bytes={cache_bytes} is too small. The cache needs at least "
+            f"{_MIN_BLOCKS * BLOCK_BYTES} bytes ({describe_bytes(_MIN_BLOCKS * BLOCK_BYTES)})",
             remedy=f"cache_bytes={64 * BLOCK_BYTES}",
         )
     timeout_s = TIMEOUT_S if network_timeout_s is None else network_timeout_s

@@ -251,8 +251,8 @@ class _Slot:
         needed = largest_batch(batches, blocks, self.files.layout.block_bytes)
         if needed > self._options.max_bytes:
             raise BadArgument(
-                f"cache_bytes={self._options.max_bytes} is too small: one batch needs blocks of "
-                f"{describe_bytes(needed)}",
+                f"cache_bytes={self._options.max_bytes} is too small. The samples of one batch "
+                f"need {needed} bytes ({describe_bytes(needed)})",
                 likely="the samples of a batch lie in many blocks, as in a full shuffle.",
                 remedy=f"cache_bytes={8 * needed}, or sampler=dataset.block_order()",
             )

@@ -214,6 +214,7 @@ def test_what_is_no_such_file_is_a_usage_error(content: Any, words: str) -> None
     with pytest.raises(BadTarget, match=words) as caught:
         examine_bad_samples("samples.jsonl")
     assert "[D01]" in str(caught.value)
+    assert "the file that DataLoader(..., on_error='skip', bad_samples_file=" in str(caught.value)
 
 
 def test_the_report_in_the_document_is_the_one_that_is_printed() -> None:

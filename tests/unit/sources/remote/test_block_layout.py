@@ -163,4 +163,7 @@ def test_an_address_that_cannot_be_parsed_is_refused(url: str) -> None:
 def test_a_cache_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadArgument, match="cache_bytes"):
         make_cache_options(cache_folder=tmp_path, cache_bytes="1GB")  # type: ignore[arg-type]
+    with pytest.raises(BadArgument, match=r"needs at least 16777216 bytes \(16\.8 MB\)"):
+        make_cache_options(cache_folder=tmp_path, cache_bytes=16777215)
+    make_cache_options(cache_folder=tmp_path, cache_bytes=16777216)  # control
     assert make_cache_options(cache_folder=tmp_path, cache_bytes=1 << 30).max_bytes == 1 << 30
