@@ -85,7 +85,8 @@ def upload_while_packing(target: str, spec: PackSpec, pack: Callable[..., Any], 
         pack: Called with a folder, the ``map`` that writes its shards, and the number of shards
             that are on the disk at a time.
     """
-    name = hashlib.sha256(f"{target} {spec.fingerprint}".encode()).hexdigest()[:32]
+    # The same for each on_error, so that a packing that a bad sample stopped can go on.
+    name = hashlib.sha256(f"{target} {spec.strict_fingerprint}".encode()).hexdigest()[:32]
     folder = os.path.join(cache_folder(), "packing", name)
     manifest = os.path.join(folder, MANIFEST)
     with _explained(), ThreadPoolExecutor(_NUM_FILES, "penstock-upload") as pool:
@@ -110,7 +111,7 @@ class _ShardUploads:
         self._folder, self._target, self._spec, self._pool = folder, target, spec, pool
         self._source = _open(folder)
         self._running: set[Future[None]] = set()
-        _begin(target, {"packing": spec.fingerprint})
+        _begin(target, {"packing": spec.fingerprint}, {"packing": spec.strict_fingerprint})
 
     def add_earlier(self) -> None:
         """Upload the shards that an earlier try has packed but not uploaded."""
@@ -186,13 +187,18 @@ def _copy(
     return manifest
 
 
-def _begin(target: ObjectStore, content: dict[str, str]) -> None:
-    """Refuse a place that holds something else, and mark the copy as unfinished."""
+def _begin(target: ObjectStore, *contents: dict[str, str]) -> None:
+    """Refuse a place that holds something else, and mark the copy as unfinished.
+
+    Args:
+        contents: The copy to do, and others that it can continue.
+    """
     _refuse_set(target)
-    journal = json.dumps(content).encode()
-    if target.size_of(JOURNAL) is None:
-        target.write(JOURNAL, journal)
-    elif target.read(JOURNAL) != journal:
+    journals = [json.dumps(content).encode() for content in contents]
+    found = None if target.size_of(JOURNAL) is None else target.read(JOURNAL)
+    if found is None or found in journals[1:]:
+        target.write(JOURNAL, journals[0])
+    elif found != journals[0]:
         raise AlreadyThere(
             f"{target.url} contains an unfinished copy of a different set",
             remedy="finish that copy, delete the files there, or copy to a different place",

@@ -291,6 +291,30 @@ def test_shards_are_uploaded_while_others_are_packed_and_a_stopped_packing_conti
     assert list((tmp_path / "cache" / "packing").iterdir()) == []
 
 
+def test_a_packing_to_an_address_that_a_bad_sample_stopped_goes_on_without_it(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
+    target = tmp_path / "target"
+    target.mkdir()
+    options = {"workers": 0, "shard_bytes": 10 << 16}
+
+    def fail(index: int) -> None:
+        if index == 35:
+            raise ValueError("torn")
+
+    data = Watched(fail)
+    with ended_downloaders():
+        with pytest.raises(ValueError, match="torn"):
+            penstock.pack(data, target.as_uri(), **options)
+        found = penstock.pack(data, target.as_uri(), on_error="skip", **options)
+        assert [index for index, _ in found.bad_samples] == [35]
+        assert len(found) == 39
+    penstock.pack(data, tmp_path / "local", on_error="skip", **options)
+    assert digest(target) == digest(tmp_path / "local")
+    assert list((tmp_path / "cache" / "packing").iterdir()) == []
+
+
 def test_a_copy_that_is_stopped_continues_and_the_manifest_comes_last(
     packed: Path, tmp_path: Path
 ) -> None:
