@@ -31,6 +31,7 @@ from penstock.sources.remote.block_files import BlockFiles
 from penstock.sources.remote.block_layout import describe_bytes
 from penstock.sources.remote.cache_table import (
     ORDERS,
+    PRESENT,
     CacheTable,
     is_fresh,
     join_position,
@@ -132,6 +133,10 @@ class EpochFollower:
         Returns:
             What the plan says about the cost of the order, if it is large.
         """
+        if all(slot.has_all_blocks() for slot in self._published):
+            with self._mutex:  # there is nothing to fetch or to evict
+                self._num_begun = getattr(self._epoch_state(), "num_begun", 0)
+            return []
         first = self._pairs(order, batch_size, 0, _FIRST_BATCHES * batch_size)
         num_parts = max(1.0, len(order) / (_FIRST_BATCHES * batch_size))
         costs = []
@@ -245,6 +250,16 @@ class _Slot:
         self._place: int | None = None
         self._number = 0
         self._uses: np.ndarray | None = None
+
+    def has_all_blocks(self) -> bool:
+        """Return True if the whole set is in the cache, since an epoch before."""
+        sizes, table = self.files.layout.block_bytes, self._table
+        return (
+            table is not None
+            and table.is_current()
+            and int(sizes.sum()) <= self._options.max_bytes
+            and bool((table.state == PRESENT).all())
+        )
 
     def check_limit(self, batches: np.ndarray, blocks: np.ndarray) -> None:
         """Raise BadArgument if the cache is too small for one batch."""

@@ -22,7 +22,7 @@ import penstock
 from penstock import DataLoader
 from penstock.errors import BadArgument, BadStore, CannotWrite, Damaged, StorageFailed
 from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
-from penstock.sources.remote import downloader_start
+from penstock.sources.remote import downloader_start, epoch_follower
 from penstock.sources.remote.block_layout import BLOCK_BYTES
 from penstock.sources.remote.remote_rows import RemoteRows
 from support.packed_sets import flip
@@ -254,6 +254,33 @@ def test_blocks_arrive_ahead_of_use_and_many_at_once(photos: Path, tmp_path: Pat
             assert time.monotonic() < deadline_s, "the blocks do not arrive"
             time.sleep(0.01)
         assert server.most_at_once > 4
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 30, 20 << 20])
+def test_orders_are_published_until_the_whole_set_is_in_the_cache(
+    remote: RemoteSet, cache_bytes: int
+) -> None:
+    fits = cache_bytes == 1 << 30
+    ours, local = remote.open(cache_bytes=cache_bytes), remote.open_local()
+    loaders = [
+        DataLoader(
+            one.with_transforms(boxes=len, text=len),
+            batch_size=BATCH,
+            sampler=one.block_order(seed=3, num_mixed=2),
+        )
+        for one in (ours, local)
+    ]
+    seen = []
+    for _ in range(3):
+        for batch, expected in zip(*loaders, strict=True):
+            assert torch.equal(batch["pixels"], expected["pixels"])
+            assert torch.equal(batch["boxes"], expected["boxes"])
+        (follower,) = (
+            one for one in epoch_follower._followers.values() if one._dataset is loaders[0].dataset
+        )
+        seen.append(follower._job[0])
+    assert seen == ([1, 1, 1] if fits else [1, 2, 3])
+    assert len(set(loaders[0].plan.notes)) == len(loaders[0].plan.notes)
 
 
 def test_of_many_processes_that_miss_the_downloader_one_starts_it(remote: RemoteSet) -> None:
