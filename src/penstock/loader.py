@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock.device.setup import DeviceSetup
-from penstock.engine.loading.fetch import in_flight_of, most_in_flight
+from penstock.engine.loading.fetch import expected_in_flight, in_flight_of
 from penstock.engine.parent.context import EngineSettings, LoaderParts, max_held_bytes
 from penstock.engine.parent.faults import Faults
 from penstock.engine.parent.iterator import LoaderIterator
@@ -260,7 +260,7 @@ class DataLoader(TorchDataLoader[_T_co]):
             **self._measured,
             is_iterable=self._is_iterable(),
             is_in_memory=is_sliced(self.dataset, self.batch_sampler, self.collate_fn),
-            in_flight=most_in_flight(in_flight_of(self.dataset, self.in_flight)),
+            in_flight=expected_in_flight(in_flight_of(self.dataset, self.in_flight)),
         )
 
     def _warn(self, plan: Plan) -> None:

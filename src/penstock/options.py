@@ -473,7 +473,7 @@ class LoaderOptions(SharedOptions, total=False):
             default="auto",
             check=check_in_flight,
             help="Samples of an async dataset (``async def __getitem__``) that each worker loads "
-            'at once. ``"auto"`` tries 8 to 64.',
+            'at once. ``"auto"`` starts with 8 and doubles that while it pays.',
         ),
     ]
     remote_workers: Annotated[

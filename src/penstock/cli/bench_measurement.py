@@ -224,11 +224,11 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:
     """Run a loader for ``seconds`` without a training step, and return its timeline."""
-    from penstock.engine.loading.fetch import in_flight_of, most_in_flight
+    from penstock.engine.loading.fetch import expected_in_flight, in_flight_of
     from penstock.loader import DataLoader
 
     # Repeated samples are async if those of the dataset inside are.
-    in_flight = most_in_flight(in_flight_of(dataset.dataset, "auto")) or "auto"
+    in_flight = expected_in_flight(in_flight_of(dataset.dataset, "auto")) or "auto"
     with warnings.catch_warnings():  # more workers than cores are tried on purpose
         warnings.filterwarnings("ignore", message="This DataLoader will create", append=False)
         loader: Any = DataLoader(

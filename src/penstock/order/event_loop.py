@@ -19,11 +19,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from penstock.errors import warn_user
 from penstock.order.rng import OUTSIDE, active, of_task
 from penstock.user_objects import probe
 
 CANCEL_LIMIT_S = 5.0
 """After Ctrl-C, a sample may take this long to end. Then its thread is left behind."""
+SLOW_S = 60.0
+"""Inside a running event loop, a sample that takes longer is named in a warning, and
+again after twice as long each time."""
 
 
 def sample_getter(dataset: Any) -> Callable[[Any], Any]:
@@ -99,7 +103,8 @@ def run_loop(
     """Run a loop until ``future`` is done, also in a thread that already runs one (a notebook).
 
     Args:
-        describe: Returns what is loaded. After Ctrl-C, it is a note of the error.
+        describe: Returns what is loaded, for a warning inside a running loop. After Ctrl-C, it is a
+            note of the error.
     """
     try:
         asyncio.get_running_loop()
@@ -121,7 +126,13 @@ def run_loop(
     thread.start()
     with _noting(describe):
         try:
-            has_ended.wait()
+            limit_s = SLOW_S
+            while not has_ended.wait(limit_s):
+                warn_user(
+                    f"waiting for {limit_s:g} s for {describe()}\nDataLoader(..., "
+                    "sample_timeout_s=...) cancels such a sample and loads it again."
+                )
+                limit_s *= 2
         except BaseException:  # Ctrl-C
             loop.call_soon_threadsafe(future.cancel)
             if not has_ended.wait(CANCEL_LIMIT_S):

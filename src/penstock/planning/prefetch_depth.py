@@ -26,7 +26,8 @@ class PrefetchDepth:
     Args:
         asked_depth: Batches in flight per worker. None: chosen from measured times.
         in_flight: Async samples that a worker has in flight. It gets at least the batches of these,
-            and two more. 0 if the dataset is not async.
+            and as many more, but at least two. 0 if the dataset is not async.
+        max_bytes: Memory for batches. It limits a larger ``in_flight`` than the given one.
         can_split: True if several workers can fill one batch.
     """
 
@@ -36,8 +37,10 @@ class PrefetchDepth:
         num_workers: int,
         in_flight: int = 0,
         *,
+        max_bytes: int = 0,
         can_split: bool = True,
     ) -> None:
+        self._max_bytes = max_bytes
         self._asked_depth = asked_depth
         self._in_flight = in_flight
         self._can_split = can_split
@@ -53,7 +56,24 @@ class PrefetchDepth:
         """Batches in flight per worker."""
         if not self._in_flight or not self._num_batches:
             return self._depth
-        return max(self._depth, -(-self._in_flight // self.rows_per_batch) + 2)
+        return max(self._depth, self._depth_for(self._in_flight))
+
+    def _depth_for(self, in_flight: int) -> int:
+        """Return the batches for async samples. Those that wait as long may all end at once."""
+        num_batches = -(-in_flight // self.rows_per_batch)
+        return num_batches + max(2, num_batches)
+
+    def raise_in_flight(self, in_flight: int, batch_bytes: int) -> bool:
+        """Allow for more async samples in flight. Returns False if they take too much memory.
+
+        A batch needs its slot, and as much again in the worker for the samples that are loaded.
+        """
+        if in_flight > self._in_flight:
+            num_batches = self._depth_for(in_flight) * self._num_workers
+            if 2 * num_batches * batch_bytes > self._max_bytes:
+                return False
+            self._in_flight = in_flight
+        return True
 
     def num_batches(self, num_workers: int) -> int:
         """Return the number of batches in flight in these workers together."""

@@ -192,7 +192,7 @@ def _start_s(num_workers: int, machine: Machine, method: str) -> float:
 
 def _waits(work: Workload) -> str:
     if work.in_flight:
-        return f"; each has up to {work.in_flight} async samples in flight"
+        return f"; each has about {work.in_flight} async samples in flight"
     if work.busy_share is None or work.busy_share > 0.8:
         return ""
     shown = f"{1 - work.busy_share:.0%}"

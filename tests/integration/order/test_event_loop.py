@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock import DataLoader
 from penstock.cli.bench_dataset import BenchDataset
 from penstock.cli.bench_measurement import measure
 from penstock.cli.doctor.sample_check import SampleCheck
+from penstock.order import event_loop
 from penstock.order.event_loop import load_sample, loop_of_thread, sample_getter, wait_for
 from penstock.verify.hashed_run import Extent, run_and_hash
 from penstock.verify.settings import Setting
@@ -132,6 +134,46 @@ def test_ctrl_c_in_a_notebook_names_the_sample_even_if_it_does_not_end(ends: boo
     if sys.version_info >= (3, 11):
         assert "while loading async sample 13" in told.stdout
         assert "in no_answer" in told.stdout or not ends
+
+
+class Unanswered(Pages):
+    """Sample 3 ends when a warning names it."""
+
+    def __init__(self, shown: list[Any]) -> None:
+        self.shown = shown
+
+    async def __getitem__(self, index: int) -> Any:
+        while index == 3 and not warnings_about(3, self.shown):
+            await self.answer()
+        return index
+
+    async def answer(self) -> None:
+        await asyncio.sleep(0.01)
+
+
+def warnings_about(index: int, shown: list[Any]) -> list[str]:
+    return [str(one.message) for one in shown if f"s for async sample {index}" in str(one.message)]
+
+
+@pytest.mark.parametrize("way", ["loader", "one sample"])
+def test_a_sample_that_hangs_in_a_notebook_is_named_in_a_warning(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    async def cell(dataset: Any) -> None:
+        if way == "loader":
+            assert len(list(DataLoader(dataset, batch_size=5))) == 4
+        else:
+            assert load_sample(dataset, 3) is not None
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        asyncio.run(cell(Pages()))
+        assert not warnings_about(3, shown)  # the limit is a minute
+        monkeypatch.setattr(event_loop, "SLOW_S", 0.05)
+        asyncio.run(cell(Unanswered(shown)))
+    told = warnings_about(3, shown)[0]
+    assert "in answer" in told or way == "one sample"
+    assert "sample_timeout_s" in told
 
 
 def test_the_context_of_the_caller_is_seen() -> None:

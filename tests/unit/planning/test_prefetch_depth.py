@@ -69,12 +69,26 @@ def test_a_moment_is_waited_only_while_many_quick_batches_are_open() -> None:
     assert PrefetchDepth(None, num_workers=2).nap_s(num_open=3) == 0
 
 
-def test_async_samples_in_flight_get_their_batches_and_two_more() -> None:
+def test_async_samples_in_flight_get_their_batches_and_as_many_more() -> None:
     depth = PrefetchDepth(None, num_workers=2, in_flight=64)
     assert depth.depth == MIN_DEPTH  # the size of a batch is not known yet
     depth.open_batch(16)
-    assert depth.depth == 64 // 16 + 2
+    assert depth.depth == 2 * 64 // 16
+    large = PrefetchDepth(None, num_workers=2, in_flight=64)
+    large.open_batch(64)
+    assert large.depth == 1 + 2
     assert PrefetchDepth(None, num_workers=2).depth == MIN_DEPTH
+
+
+def test_more_async_samples_get_their_batches_if_these_fit_in_memory() -> None:
+    depth = PrefetchDepth(None, num_workers=2, in_flight=64, max_bytes=2 * 2 * 16 * 1000)
+    depth.open_batch(16)
+    assert depth.raise_in_flight(32, batch_bytes=10**9)  # no raise
+    assert depth.depth == 8
+    assert not depth.raise_in_flight(128, batch_bytes=1001)
+    assert depth.depth == 8
+    assert depth.raise_in_flight(128, batch_bytes=1000)
+    assert depth.depth == 16
 
 
 def test_batches_in_parts_need_fewer_in_flight() -> None:

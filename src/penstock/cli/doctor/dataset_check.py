@@ -23,7 +23,7 @@ from penstock.cli.doctor.sample_form import form_of
 from penstock.cli.script_object import ScriptObject
 from penstock.cli.user_code import describe_error, place_of
 from penstock.engine.loading.default_collate import is_default_collate
-from penstock.engine.loading.fetch import in_flight_of, most_in_flight
+from penstock.engine.loading.fetch import expected_in_flight, in_flight_of
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.pickling.pickler import PickledObjects
 from penstock.errors import CannotTravel
@@ -268,7 +268,7 @@ class DatasetCheck:
             sample_bytes=timing.sample_bytes if timing else None,
             num_samples=length,
             is_iterable=self.is_iterable,
-            in_flight=most_in_flight(in_flight_of(self.dataset, "auto")),
+            in_flight=expected_in_flight(in_flight_of(self.dataset, "auto")),
             is_in_memory=is_sliced(
                 self.dataset,
                 self.loader.batch_sampler if self.loader is not None else "default",

@@ -119,6 +119,7 @@ class AsyncSamples:
         """Let one call of ``__getitems__`` load all ``indices``."""
         sample = AsyncSample(get, indices, position, epoch)
         sample.num_rows = len(indices)
+        self._limit.fit(sample.num_rows)
         self._add(key, [sample])
 
     def _add(self, key: Any, samples: list[AsyncSample]) -> None:
@@ -213,6 +214,11 @@ class AsyncSamples:
     def started_keys(self) -> list[Any]:
         return list(self._groups)
 
+    @property
+    def found_in_flight(self) -> int:
+        """The number of samples in flight that ``"auto"`` has found. 0 if it was given."""
+        return self._limit.value if self._limit.is_auto else 0
+
     def take_notes(self) -> list[str]:
         """Return the notes for the user since the last call."""
         notes, self.notes = self.notes, []
@@ -262,7 +268,7 @@ class AsyncSamples:
         if is_cancelled and error is None:
             error = RuntimeError(f"dataset[{sample.index!r}] cancelled its own task")
         self._finish(sample, None if error is not None else task.result(), error)
-        self._limit.note_done(self.loop.time(), is_full=bool(self._waiting))
+        self._limit.note_done(self.loop.time(), sample.num_rows, is_full=bool(self._waiting))
         self._fill()
 
     def _finish(

@@ -16,8 +16,9 @@ from penstock.errors import BadArgument, NoStopIteration
 from penstock.order.sample_randomness import SampleRandomness
 from penstock.user_objects import probe
 
-MOST_IN_FLIGHT = 64
-"""The most async samples in flight in a worker with ``in_flight="auto"``."""
+EXPECTED_IN_FLIGHT = 64
+"""With ``in_flight="auto"``, plans and the first leases count with this many async samples in
+flight in a worker. It finds its own number, see :mod:`penstock.engine.loading.async_limit`."""
 
 
 class EndOfStream(Exception):
@@ -117,9 +118,9 @@ def in_flight_of(dataset: Any, in_flight: int | str) -> int | str | None:
     return in_flight if is_given or is_async else None
 
 
-def most_in_flight(in_flight: int | str | None) -> int:
-    """Return the most samples that a worker has in flight. 0 if the dataset is not async."""
-    return MOST_IN_FLIGHT if in_flight == "auto" else int(in_flight or 0)
+def expected_in_flight(in_flight: int | str | None) -> int:
+    """Return how many samples a worker has in flight. 0 if the dataset is not async."""
+    return EXPECTED_IN_FLIGHT if in_flight == "auto" else int(in_flight or 0)
 
 
 def async_one_getter(dataset: Any) -> Callable[[Any], Any]:

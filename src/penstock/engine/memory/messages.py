@@ -152,6 +152,8 @@ class Reply(NamedTuple):
     """True if an iterable dataset has no samples after this batch."""
     first_samples: Any = None
     """FirstSamples in the first reply of a worker with samples of an iterable dataset."""
+    in_flight: int = 0
+    """Async samples that the worker has in flight, if it found that number itself."""
 
     @property
     def key(self) -> tuple[int, int, int]:

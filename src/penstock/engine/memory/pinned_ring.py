@@ -112,7 +112,7 @@ class PinnedRing(Ring):
         return super().has_room()
 
     def _is_large(self) -> bool:
-        return self.num_slots * self.needed_bytes > self._max_held_bytes
+        return self.num_slots * self.needed_bytes > self.max_held_bytes
 
     def _wait(self) -> None:
         """Wait for the GPU until a slot is free, because the ring must not grow further."""

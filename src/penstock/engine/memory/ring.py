@@ -96,7 +96,7 @@ class Ring:
     ) -> None:
         self.file = file
         self._note = note
-        self._max_held_bytes = max_held_bytes
+        self.max_held_bytes = max_held_bytes
         self.needed_bytes = 0
         self._free: list[Slot] = []
         self._returned: deque[SlotRef] = deque()
@@ -217,7 +217,7 @@ class Ring:
         """Return True if the next batch should be a copy, because views hold too much memory."""
         self._collect()
         in_use = self._held_bytes + self._parked_bytes
-        return self._refusal is not None or in_use >= self._max_held_bytes
+        return self._refusal is not None or in_use >= self.max_held_bytes
 
     def lend(self, slot: Slot, num_bytes: int) -> np.ndarray:
         """Return the root array of a delivery. The slot returns when its last view is gone."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.loading.fetch import as_indices, most_in_flight
+from penstock.engine.loading.fetch import as_indices, expected_in_flight
 from penstock.engine.memory.messages import (
     PASS_CELL,
     Lease,
@@ -80,7 +80,8 @@ class Dispatcher:
         self._depth = PrefetchDepth(
             context.settings.prefetch_factor,
             self._num_workers,
-            most_in_flight(task.in_flight),
+            expected_in_flight(task.in_flight),
+            max_bytes=ring.max_held_bytes,
             can_split=can_split,
         )
         self._layouts: list[dict[int, Any]] = [{} for _ in pool.processes]
@@ -405,6 +406,8 @@ class Dispatcher:
         pending.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
             self._depth.note(reply.busy_ns, last - first)
+            if reply.in_flight:
+                self._note_in_flight(reply)
             self.busy_ns += reply.busy_ns
             self.num_loaded += last - first
         if not pending.is_complete:
@@ -419,6 +422,14 @@ class Dispatcher:
             if reply.kind == "end":
                 self._lease_queue.retire(worker)
             self._depth.adapt(reply.needed_bytes)
+
+    def _note_in_flight(self, reply: Reply) -> None:
+        """Lease as many async samples as the worker wants in flight, if their memory allows it."""
+        if not self._depth.raise_in_flight(reply.in_flight, self.ring.needed_bytes):
+            self._notes.setdefault(
+                f"fewer than {reply.in_flight} async samples are in flight in a worker: their "
+                "batches would take more than a quarter of the free memory"
+            )
 
     def _redo(self, pending: PendingBatch) -> None:
         if not self.ring.fits(pending.slot):

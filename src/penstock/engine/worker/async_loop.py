@@ -115,7 +115,7 @@ class AsyncWorkerLoop(WorkerLoop):
 
     def _serve(self, lease: Lease) -> Reply:
         try:
-            return super()._serve(lease)
+            return super()._serve(lease)._replace(in_flight=self._flight.found_in_flight)
         finally:
             self._flight.drop(lease.key)
             if self._upcoming and self._upcoming[0] is lease:  # a trial, or after a failed init_fn

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from penstock import DataLoader, rng
+from penstock.engine.loading import async_limit
 from penstock.errors import BadArgument, SharedDraw
 from penstock.order.event_loop import loop_of_thread
 from support.datasets import WAYS, Shards, assert_same, collect, differences
@@ -169,6 +170,25 @@ def test_as_many_are_in_flight_as_requested_across_batches() -> None:
         assert max(int(batch[1].max()) for batch in found) == in_flight
     few = batches(Together(4, 32), in_flight=4, num_workers=1)
     assert max(int(batch[1].max()) for batch in few) == 4
+
+
+@pytest.mark.parametrize("in_flight", ["auto", 64])
+def test_auto_goes_beyond_64_with_leases_for_all_and_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, in_flight: int | str
+) -> None:
+    # Each raise counts as faster, so the number depends on the number of samples alone.
+    monkeypatch.setattr(async_limit, "FASTER", 0.0)
+    monkeypatch.setattr(async_limit, "FULL_SHARE", 0.0)
+    monkeypatch.setattr(async_limit, "max_fds", lambda: None)
+    data = {"shuffle": True, "seed": 3}
+    loader = DataLoader(Pages(2_000), 16, num_workers=1, pool="thread", in_flight=in_flight, **data)
+    iterator: Any = iter(loader)
+    found = [next(iterator)]
+    depth = iterator._producer.dispatcher._depth
+    assert depth.depth == 2 * 64 // 16
+    found += iterator
+    assert depth.depth == (2 * 256 // 16 if in_flight == "auto" else 2 * 64 // 16)
+    assert_same(collect(found), collect(DataLoader(Plain(2_000), 16, **data)))
 
 
 class Drawing(Pages):
