@@ -57,7 +57,7 @@ class Waiting(Slow):
 @pytest.fixture
 def warm_fork_server() -> None:
     fork_server = fork_servers.current_fork_server()
-    limit_s = time.monotonic() + 60
+    limit_s = time.monotonic() + 240
     while not fork_server.is_warm() and time.monotonic() < limit_s:
         time.sleep(0.01)
 
@@ -121,15 +121,15 @@ def test_the_bits_of_persistent_workers_do_not_depend_on_whether_they_pay(make: 
 @needs_cores
 def test_a_cold_fork_server_is_not_waited_for() -> None:
     fork_servers.close_fork_server()
-    loader = DataLoader(Waiting(3_000, 0.002), batch_size=8, num_workers="auto")
-    start_s = time.perf_counter()
-    came = [(time.perf_counter() - start_s, set(batch[-1].tolist())) for batch in loader]
-    assert all(pids == {os.getpid()} for _, pids in came[:4])
-    assert os.getpid() not in came[-1][1]
-    # 64 ms of work. Importing torch in the fork server takes more than a second. A busy machine
-    # slows down both.
-    first_of_a_worker_s = next(at_s for at_s, pids in came if os.getpid() not in pids)
-    assert came[3][0] < 0.5 * first_of_a_worker_s
+    loader = DataLoader(Waiting(1_000_000, 0.002), batch_size=8, num_workers="auto")
+    came, limit_s = [], time.monotonic() + 240
+    for batch in loader:
+        is_warm = fork_servers.current_fork_server().is_warm()
+        came.append((os.getpid() in batch[-1].tolist(), is_warm))
+        if not came[-1][0] or time.monotonic() > limit_s:
+            break
+    assert came[:2] == [(True, False)] * 2  # importing torch there takes more than a second
+    assert not came[-1][0]
 
 
 @needs_cores

@@ -65,21 +65,36 @@ def expected(data: Changing) -> list[Any]:
     return collect(DataLoader(Still(data.length, 0, 0, 0), batch_size=4))
 
 
+def take_until_changed(
+    loader: DataLoader[Any], num_workers: int, *, step_s: float = 0.0, num_more: int = 20
+) -> tuple[list[Any], list[Any]]:
+    """Take batches until the number of workers has changed, and ``num_more`` more.
+
+    Returns them, and the choices up to the first change.
+    """
+    batches, choices, num_after, limit_s = [], [], 0, time.monotonic() + 240
+    for batch in loader:
+        batches.append(batch)
+        if not choices or choices[-1].value == num_workers:
+            choices.append(loader.plan.num_workers)
+        else:
+            num_after += 1
+        if num_after == num_more or time.monotonic() > limit_s:
+            break
+        time.sleep(step_s)
+    return batches, choices
+
+
 @pytest.mark.slow
 @needs_cores
 def test_workers_are_added_when_samples_begin_to_wait() -> None:
-    data = Changing(1_200, 200, 0.002, 0.05)
+    data = Changing(4_000, 200, 0.002, 0.05)
     loader = loader_with(1, data)
-    batches, numbers = [], []
-    for batch in loader:
-        batches.append(batch)
-        numbers.append(loader.num_workers)
-    assert_same(collect(batches), expected(data))
-    assert numbers[0] == 1
-    assert numbers[-1] > 1
-    choice = loader.plan.num_workers
-    assert choice.value == numbers[-1]
-    assert "samples wait" in choice.reason
+    batches, choices = take_until_changed(loader, 1)
+    assert_same(collect(batches), expected(data)[: len(batches)])
+    assert choices[0].value == 1
+    assert choices[-1].value > 1
+    assert "samples wait" in choices[-1].reason
     spans = [span for lane in loader.timeline().lanes for span in lane.spans]
     shown = [span.name for span in spans if "auto: " in span.name]
     assert shown
@@ -91,16 +106,10 @@ def test_workers_are_added_when_samples_begin_to_wait() -> None:
 def test_workers_are_removed_when_samples_no_longer_wait() -> None:
     data = Changing(10_000, 0, 0, 0.001)
     loader = loader_with(16, data)
-    batches, numbers, limit_s = [], [], time.monotonic() + 200
-    for batch in loader:
-        time.sleep(0.1)  # the training step, for which one worker is enough
-        batches.append(batch)
-        numbers.append(loader.num_workers)
-        is_lower = numbers[-1] < 16
-        if (is_lower and len(batches) % 10 == 0) or time.monotonic() > limit_s:
-            break
-    assert numbers[0] == 16
-    assert numbers[-1] < 16
+    # One worker is enough for the training step.
+    batches, choices = take_until_changed(loader, 16, step_s=0.1)
+    assert choices[0].value == 16
+    assert choices[-1].value < 16
     assert_same(collect(batches), expected(data)[: len(batches)])
 
 
@@ -116,7 +125,7 @@ class Bounded(Still):
 
         with open(self.file, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(0.004)
+            time.sleep(0.02)
         return draw(index)
 
 
@@ -125,13 +134,9 @@ class Bounded(Still):
 def test_numbers_that_are_tried_and_taken_back_change_no_batch(tmp_path: Any) -> None:
     data = Bounded(2_500, tmp_path / "server")
     loader = loader_with(1, data)
-    batches, numbers = [], []
-    for batch in loader:
-        batches.append(batch)
-        numbers.append(loader.num_workers)
-    assert_same(collect(batches), expected(data))
-    assert len(set(numbers)) > 1
-    assert loader.plan.num_workers.value == numbers[-1]
+    batches, choices = take_until_changed(loader, 1, num_more=60)
+    assert_same(collect(batches), expected(data)[: len(batches)])
+    assert choices[-1].value > 1
 
 
 def watched(data: Changing) -> tuple[DataLoader[Any], Iterator[tuple[Any, ResizingProducer]]]:
@@ -212,8 +217,8 @@ class Epochs(Changing):
 def test_epochs_shorter_than_a_window_count_together(
     monkeypatch: pytest.MonkeyPatch, is_persistent: bool
 ) -> None:
-    monkeypatch.setattr(resizing, "WINDOW_S", 2.0)
-    data = Epochs(120, 0, 0.002, 0)
+    monkeypatch.setattr(resizing, "WINDOW_S", 4.0)
+    data = Epochs(120, 0, 0.01, 0)
     torch.manual_seed(0)
     loader = DataLoader(data, batch_size=4, num_workers="auto", persistent_workers=is_persistent)
     # The first measurement is wrong: one worker seems to be enough.

@@ -277,7 +277,7 @@ class Cleaning(Pages):
 
 
 def wait_for(is_true: Any) -> None:
-    limit_s = time.monotonic() + 60
+    limit_s = time.monotonic() + 240
     while not is_true() and time.monotonic() < limit_s:
         time.sleep(0.01)
     assert is_true()
