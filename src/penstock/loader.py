@@ -179,7 +179,7 @@ class DataLoader(TorchDataLoader[_T_co]):
         elif self._uses_fork_server():
             from penstock.engine.parent.fork_server import warm_up
 
-            warm_up()
+            warm_up(self.dataset)
 
     def _set_options(
         self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None

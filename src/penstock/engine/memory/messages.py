@@ -174,6 +174,8 @@ class PickleLocation(NamedTuple):
     """Modules to import first, and how many times the parent reloaded each."""
     separate: tuple[tuple[int, int], ...] = ()
     """Buffers in separate files: the span, and the worker's descriptor of the file."""
+    inherited: tuple[tuple[int, int], ...] = ()
+    """Buffers that the worker's memory holds already: the span, and the address."""
 
 
 class WorkerTask(NamedTuple):

@@ -40,16 +40,30 @@ LATER_MODULE_BYTES = 128 << 10
 _PLAIN_DEVICES = r"/dev/(null|zero|full|u?random|tty.*|pts/.*|console)$"
 
 
-def why_unclean() -> str | None:
-    """Return why this process must not be forked, or None if a fork is safe."""
+def why_unclean(dataset_bytes: int = 0) -> str | None:
+    """Return why this process must not be forked, or None if a fork is safe.
+
+    Args:
+        dataset_bytes: The part of its memory that the workers need.
+    """
     try:
         for check in _CHECKS:
             reason = check()
             if reason is not None:
                 return reason
+        return _check_memory(dataset_bytes)
     except Exception as error:  # a fresh Python is always possible
         return f"its state could not be read ({type(error).__name__}: {error})"
-    return None
+
+
+def count_data_bytes() -> int | None:
+    """Return the memory of this process besides its modules. None if it is unknown."""
+    now, before = own_memory(), memory_after_imports()
+    if now is None or before is None:
+        return None
+    import_bytes = min(before.num_bytes, MAX_MODULE_BYTES * before.num_modules)
+    import_bytes += LATER_MODULE_BYTES * max(0, now.num_modules - before.num_modules)
+    return now.num_bytes - import_bytes
 
 
 def describe_threads(num_others: int) -> str:
@@ -113,16 +127,14 @@ def _check_frames() -> str | None:
     return None
 
 
-def _check_memory() -> str | None:
-    """Compare the memory with that of the imports. See :mod:`penstock.importing`."""
-    now, before = own_memory(), memory_after_imports()
-    if now is None or before is None:
+def _check_memory(dataset_bytes: int) -> str | None:
+    """Compare the memory with that of modules and dataset. See :mod:`penstock.importing`."""
+    data_bytes = count_data_bytes()
+    if data_bytes is None:
         return "it is unknown how much memory it holds besides its modules"
-    import_bytes = min(before.num_bytes, MAX_MODULE_BYTES * before.num_modules)
-    import_bytes += LATER_MODULE_BYTES * max(0, now.num_modules - before.num_modules)
-    data_bytes = now.num_bytes - import_bytes
-    if data_bytes > MAX_DATA_BYTES:
-        return f"it holds {data_bytes >> 20} MiB besides its modules"
+    if data_bytes - dataset_bytes > MAX_DATA_BYTES:
+        what = "its modules and its dataset" if dataset_bytes else "its modules"
+        return f"it holds {(data_bytes - dataset_bytes) >> 20} MiB besides {what}"
     return None
 
 
@@ -177,6 +189,5 @@ _CHECKS: tuple[Callable[[], str | None], ...] = (
     _check_torch,
     _check_tracing,
     _check_frames,
-    _check_memory,
     _check_descriptors,
 )

@@ -28,10 +28,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.memory.control_socket import ControlSocket
-from penstock.engine.parent.clean_process import why_unclean
+from penstock.engine.parent.clean_process import MAX_DATA_BYTES, count_data_bytes, why_unclean
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.forked_child import ForkedChild, fork_child
 from penstock.engine.pickling.environment import THREAD_LIMITS, import_path
+from penstock.engine.pickling.inherited_arrays import ServerMemory, find_arrays
 from penstock.engine.pickling.reloads import count_all_reloads
 from penstock.errors import StartFailed
 from penstock.importing import importing
@@ -111,8 +112,9 @@ class ForkedWorker:
 class ForkServer:
     """The parent's end of one fork server process. All methods are thread-safe."""
 
-    def __init__(self, without: frozenset[str] = frozenset()) -> None:
-        self.why_fresh: str | None = _why_never_fork or why_unclean()
+    def __init__(self, without: frozenset[str] = frozenset(), dataset: Any = None) -> None:
+        inherited = find_arrays(dataset)
+        self.why_fresh: str | None = _why_never_fork or why_unclean(inherited.own_bytes)
         """Why the fork server is a fresh Python. None for a fork of this process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._control = ControlSocket(ours)
@@ -124,12 +126,21 @@ class ForkServer:
         self._is_ready = False
         self._num_preparing = 0
         try:
+            # The forked process never leaves this frame, which keeps the arrays alive there.
             self._process = self._start(theirs.fileno())
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
+        ranges = inherited.ranges if self.why_fresh is None else ()
+        self.memory = ServerMemory(self.pid, ranges)
+        num_bytes = sum(size for _, size in ranges)
+        is_much = max(num_bytes, count_data_bytes() or 0) > MAX_DATA_BYTES
+        self.num_kept_bytes = num_bytes if is_much else 0
+        """Memory of the dataset that the fork server keeps until the dataset is freed."""
+        if self.num_kept_bytes:
+            weakref.finalize(inherited.owner, _retire, weakref.ref(self)).atexit = False
 
     def _start(self, fd: int) -> ForkedChild | subprocess.Popen[bytes]:
         if self.why_fresh is None:
@@ -368,11 +379,15 @@ def start_child(call: str, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
 
 def describe_start() -> str | None:
     """Say how the fork server of this process was started. None if there is none."""
-    if _current is None or _owner != os.getpid():
+    fork_server = existing_fork_server()
+    if fork_server is None:
         return None
-    if _current.why_fresh is None:
-        return "a copy of this process, from when its first loader was created, forks workers"
-    return f"a fresh Python forks workers, because {_current.why_fresh}"
+    if fork_server.why_fresh is None:
+        size = fork_server.num_kept_bytes
+        kept = f", and keeps {size / 1e6:.0f} MB of its dataset" if size else ""
+        when = "from when its first loader was created"
+        return f"a copy of this process, {when}, forks workers{kept}"
+    return f"a fresh Python forks workers, because {fork_server.why_fresh}"
 
 
 _current: ForkServer | None = None
@@ -380,18 +395,41 @@ _why_never_fork: str | None = None
 _owner = 0
 _guard = threading.Lock()
 _tainted: set[str] = set()
+_started: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 
 
-def current_fork_server() -> ForkServer:
+def existing_fork_server() -> ForkServer | None:
+    """Return this process's fork server, or None if there is none."""
+    return _current if _owner == os.getpid() else None
+
+
+def current_fork_server(dataset: Any = None) -> ForkServer:
     """Return this process's fork server.
 
     Starts a new one if there is none, if it was lost, or if this process was forked since.
+
+    Args:
+        dataset: A new fork server may keep its arrays. See :mod:`..pickling.inherited_arrays`.
     """
     global _current, _owner
     with _guard:
-        if _current is None or _current.is_lost or _owner != os.getpid():
-            _current, _owner = ForkServer(frozenset(_tainted)), os.getpid()
-        return _current
+        fork_server = existing_fork_server()
+        if fork_server is None or fork_server.is_lost:
+            fork_server = ForkServer(frozenset(_tainted), dataset)
+            _started.add(fork_server)
+            _current, _owner = fork_server, os.getpid()
+        return fork_server
+
+
+def _retire(reference: weakref.ref[ForkServer]) -> None:
+    """Drop a fork server that keeps the memory of a dataset that was freed.
+
+    It ends with the last worker that it forked. Takes no lock, because a garbage collection can
+    call this at any time.
+    """
+    global _current
+    if _current is not None and _current is reference():
+        _current = None
 
 
 def is_needed(pool: str, start_method: str | None) -> bool:
@@ -406,7 +444,7 @@ def is_needed(pool: str, start_method: str | None) -> bool:
     return uses_processes and can_fork and start_method in (None, "forkserver")
 
 
-def warm_up() -> None:
+def warm_up(dataset: Any = None) -> None:
     """Start the fork server early for a loader that will need it. See :func:`is_needed`.
 
     It imports modules while the program continues. Never raises: the first worker reports errors.
@@ -417,7 +455,7 @@ def warm_up() -> None:
     is_child = is_importing or "penstock.engine.worker.main" in sys.modules
     if not is_child:
         with suppress(OSError, StartFailed):
-            current_fork_server()
+            current_fork_server(dataset)
 
 
 def replace_fork_server(fork_server: ForkServer, without: tuple[str, ...]) -> None:
@@ -427,17 +465,13 @@ def replace_fork_server(fork_server: ForkServer, without: tuple[str, ...]) -> No
         _tainted.update(without)
         if _current is fork_server:
             _current = None
-        _retired.add(fork_server)
-
-
-_retired: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 
 
 def close_fork_server() -> None:
     """End this process's fork server. A later loader starts a new one."""
     global _current
     with _guard:
-        closing = [fork_server for fork_server in (_current, *_retired) if fork_server is not None]
+        closing = list(_started)
         _current = None
     for fork_server in closing:
         fork_server.close()

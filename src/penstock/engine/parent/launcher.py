@@ -26,6 +26,7 @@ from penstock.engine.parent import fork_server as fork_servers
 from penstock.engine.parent.ctrl_c import deferred_ctrl_c
 from penstock.engine.parent.restart_decision import RestartDecision, RestartPolicy
 from penstock.engine.pickling.environment import describe_environment
+from penstock.engine.pickling.inherited_arrays import ServerMemory
 from penstock.engine.pickling.libraries import has_threads
 from penstock.engine.pickling.pickler import PickledBuffers, PickledObjects, PickleFile
 from penstock.engine.pickling.process_bound import find_inherited
@@ -131,13 +132,24 @@ class Launcher:
         self._memory = memory
         self._policy = policy
         self._pickle_file: PickleFile | None = None
+        self._pickled: PickledObjects | PickledBuffers | None = None
+        """Set if a part of it is not in the file, but in ``_server_memory``."""
+        self._server_memory: ServerMemory | None = None
         self._inherited: tuple[str, ...] = ()
         if method == "forkserver":
             fork_servers.warm_up()  # before a worker's pipe exists: see clean_process
         if method == "fork":
             self._inherited = _warn_of_inherited(objects)
         else:
-            self._pickle_file = (pickled or PickledObjects(objects)).to_shared_file()
+            pickled = pickled or PickledObjects(objects)
+            fork_server = fork_servers.existing_fork_server() if method == "forkserver" else None
+            if fork_server is not None:
+                self._server_memory = fork_server.memory
+            self._pickle_file = pickled.to_shared_file(self._server_memory)
+            if self._pickle_file.location.inherited:
+                self._pickled = pickled
+            if fork_server is not None and fork_server.memory.is_outdated:
+                fork_servers.replace_fork_server(fork_server, ())
         self._environment = environment or describe_environment()
         self.waiting: deque[tuple[SpawnedWorker, Any]] = deque()
         self._num_at_once = usable_cores()
@@ -194,6 +206,7 @@ class Launcher:
             self.waiting.popleft()[-1].close()
         if self._pickle_file is not None:
             self._pickle_file.close()
+        self._pickled = None
 
     def _assignment(self, number: int) -> WorkerAssignment:
         assert self._pickle_file is not None
@@ -207,11 +220,11 @@ class Launcher:
         )
 
     def _from_fork_server(self, number: int, channel: Any, name: str) -> Process:
-        assert self._pickle_file is not None
-        fds = [channel.fileno(), self._memory.fd, self._pickle_file.file.fd, *self._pickle_file.fds]
         num_left, may_be_stale = MAX_FORK_SERVERS, True
         while True:
             fork_server = fork_servers.current_fork_server()
+            pickle_file = self._pickle_file_for(fork_server)
+            fds = [channel.fileno(), self._memory.fd, pickle_file.file.fd, *pickle_file.fds]
             try:
                 process = fork_server.fork(self._assignment(number), fds, name)
             except StartFailed as error:
@@ -238,6 +251,14 @@ class Launcher:
             else:
                 self._policy.note_start()
                 return process
+
+    def _pickle_file_for(self, fork_server: fork_servers.ForkServer) -> PickleFile:
+        """Return the pickle file, with all buffers if this fork server does not hold them."""
+        assert self._pickle_file is not None
+        if self._pickled is not None and fork_server.memory is not self._server_memory:
+            self._pickle_file.close()
+            self._pickle_file, self._pickled = self._pickled.to_shared_file(), None
+        return self._pickle_file
 
     def _spawned(self, number: int, channel: Any, name: str) -> Process:
         assert self._pickle_file is not None

@@ -46,6 +46,7 @@ from penstock.named_tuple import NamedTuple
 from penstock.order.dataset_generators import NamedGenerators
 
 if TYPE_CHECKING:
+    from penstock.engine.pickling.inherited_arrays import ServerMemory
     from penstock.engine.pickling.shared_arrays import SharedBuffer
 
 LARGE_BYTES = 64 << 20
@@ -290,8 +291,8 @@ class PickledObjects:
             for name in sorted(_importable(pickler.modules - pickler.by_value.names))
         )
 
-    def to_shared_file(self) -> PickleFile:
-        """Copy the stream and buffers to shared memory.
+    def to_shared_file(self, server_memory: ServerMemory | None = None) -> PickleFile:
+        """Copy the stream and buffers to shared memory, except what the fork server holds already.
 
         If a copy of a large buffer does not fit in memory, the buffer is shared with this process
         if that is safe. See :mod:`penstock.engine.pickling.shared_arrays`.
@@ -299,14 +300,19 @@ class PickledObjects:
         # Not getbuffer(): Python 3.14 reports a view that is garbage together with its stream.
         content, fds = self.stream.getvalue(), self._process.fds
         views = [buffer.raw() for buffer in self.buffers]
-        large = [place for place, view in enumerate(views) if view.nbytes >= LARGE_BYTES]
+        inherited = {} if server_memory is None else server_memory.find(views)
+        large = [
+            place
+            for place, view in enumerate(views)
+            if view.nbytes >= LARGE_BYTES and place not in inherited
+        ]
         shared, notes = self._share(views, large) if large else ({}, list(self.notes))
-        starts = {place: one.start for place, one in shared.items()}
+        starts = {place: one.start for place, one in shared.items()} | dict.fromkeys(inherited, 0)
         file, location = _write_pickle(content, views, self.modules, starts)
         separate = tuple((place, len(fds) + order) for order, place in enumerate(shared))
         return PickleFile(
             file=file,
-            location=location._replace(separate=separate),
+            location=location._replace(separate=separate, inherited=tuple(inherited.items())),
             fds=[*fds, *(buffer.file.fd for buffer in shared.values())],
             kept=[*self._process.kept, *shared.values()],
             notes=tuple(notes),
@@ -365,7 +371,7 @@ class PickledBuffers(NamedTuple):
     arrays: list[np.ndarray]
     modules: tuple[tuple[str, int], ...]
 
-    def to_shared_file(self) -> PickleFile:
+    def to_shared_file(self, server_memory: ServerMemory | None = None) -> PickleFile:
         """Copy the stream and buffers to shared memory."""
         file, location = _write_pickle(self.stream, self.arrays, self.modules, {})
         return PickleFile(file=file, location=location, fds=[], kept=[], notes=())
@@ -374,7 +380,7 @@ class PickledBuffers(NamedTuple):
 def _write_pickle(
     stream: bytes, buffers: Sequence[Any], modules: Any, starts: dict[int, int]
 ) -> tuple[SharedFile, PickleLocation]:
-    """Write a pickle to a new file. ``starts``: offsets of buffers that are in other files."""
+    """Write a pickle to a new file. ``starts``: offsets of buffers that are elsewhere."""
     file = SharedFile.create()
     file.append(stream)
     spans = []

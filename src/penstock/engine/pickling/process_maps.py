@@ -2,6 +2,7 @@
 
 list_mappings(start, end)  the mappings in a range, with their file, permissions and flags
 is_unwritten(start, end)   True if a range of a private mapping still equals its file
+own_bytes(start, end)      the memory in a range that belongs to this process, not to a file
 
 Tested by ``tests/integration/engine/pickling/test_shared_arrays.py``.
 """
@@ -20,6 +21,7 @@ _ENTRY = r"(?m)^([0-9a-f]+)-([0-9a-f]+) (....) ([0-9a-f]+) (\S+) (\d+) *(.*)\n((
 """One mapping. In smaps, it is followed by lines that start with a capital letter."""
 _FLAGS = r"(?m)^VmFlags: (.*)"
 _PAGE_ENTRY_BYTES = 8
+_MAX_ENTRIES = 1 << 18
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
@@ -74,18 +76,39 @@ def is_unwritten(start: int, end: int) -> bool:
 
     A write to a page of a private mapping replaces the file's page with a page of this process.
     """
-    first, last = start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
+    entries = _page_entries(start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE))
+    if entries is None:
+        return False
+    return not bool((_are_own(entries) | (entries & _SWAPPED != 0)).any())
+
+
+def own_bytes(start: int, end: int) -> int:
+    """Return the size of the whole pages in a range that RssAnon counts. 0 if unknown."""
+    first, last = -(-start // mmap.PAGESIZE), end // mmap.PAGESIZE
+    num_pages = 0
+    for begin in range(first, last, _MAX_ENTRIES):
+        entries = _page_entries(begin, min(last, begin + _MAX_ENTRIES))
+        if entries is None:
+            return 0
+        num_pages += int(_are_own(entries).sum())
+    return num_pages * mmap.PAGESIZE
+
+
+def _are_own(entries: np.ndarray) -> np.ndarray:
+    are_own: np.ndarray = (entries & _PRESENT != 0) & (entries & _OF_A_FILE == 0)
+    return are_own
+
+
+def _page_entries(first: int, last: int) -> np.ndarray | None:
+    """Return the entries of a range of pages in the page table, or None if they are unknown."""
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pages:
             pages.seek(first * _PAGE_ENTRY_BYTES)
             raw = pages.read((last - first) * _PAGE_ENTRY_BYTES)
     except OSError:
-        return False
+        return None
     entries = np.frombuffer(raw or b"", dtype=np.uint64)
-    if len(entries) != last - first:
-        return False
-    own = (entries & _PRESENT != 0) & (entries & _OF_A_FILE == 0)
-    return not bool((own | (entries & _SWAPPED != 0)).any())
+    return entries if len(entries) == last - first else None
 
 
 def address_of(buffer: Any) -> int:

@@ -35,8 +35,17 @@ def unpickle_objects(location: PickleLocation, fds: list[int]) -> dict[str, Any]
     for place, fd in location.separate:
         start, length = location.spans[place]
         buffers[place] = _map_private(FileHandle(fd=fds[fd]), start + length)[start:]
+    for place, address in location.inherited:
+        buffers[place] = _own_memory(address, location.spans[place][1])
     objects: dict[str, Any] = pickle.loads(whole[: location.stream_bytes], buffers=buffers)
     return objects
+
+
+def _own_memory(address: int, num_bytes: int) -> memoryview:
+    """Return memory that the fork server inherited. Its frames keep the owner of it alive."""
+    import ctypes
+
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def _map_private(handle: FileHandle, num_bytes: int) -> memoryview:
