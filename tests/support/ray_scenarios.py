@@ -8,11 +8,13 @@ once for all of them. It is a program, because Ray leaves threads and descriptor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import ray
 import torch
@@ -159,6 +162,16 @@ def actor_pids(mark: str) -> dict[int, str]:
     return found
 
 
+def mapping_of(array: Any) -> tuple[str, int] | None:
+    """Return the mapped file that holds an array, by its inode, and the offset in the file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, _, offset, _, inode, *_ = line.split()
+        first, last = (int(one, 16) for one in bounds.split("-"))
+        if first <= array.ctypes.data < last and inode != "0":
+            return inode, int(offset, 16) + array.ctypes.data - first
+    return None
+
+
 def nodes_of(loader: Any) -> set[str]:
     texts = [text for text in loader.plan.notes if "runs on node" in text]
     return {text.partition("runs on node ")[2].partition(";")[0] for text in texts}
@@ -279,6 +292,128 @@ def mixed_auto(cluster: Cluster) -> dict[str, Any]:
         loader.close()
     mixed_pool.WAITED_SHARE = share
     return found
+
+
+class Heavy(Images):
+    """A dataset with an array, whose batches are too large for the answer of an actor."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.array, self.folder = np.arange(1 << 20), folder
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in (0, 1):
+            # Batch 1 is not loaded before a second message has arrived.
+            limit = time.monotonic() + LIMIT_S
+            while len(list(Path(self.folder).glob("enqueued-*"))) <= index:
+                assert time.monotonic() < limit, "the message did not arrive"
+                time.sleep(0.01)
+        return torch.full((3, 128, 128), float(self.array[index])), index
+
+
+def copies(cluster: Cluster) -> dict[str, Any]:
+    """Record where the dataset is on each node, where batches are, and when messages arrive."""
+    node = cluster.add_node(num_cpus=2, **NODE)
+    cluster.wait_for_nodes()
+    await_free_cpus()
+    folder = tempfile.mkdtemp()
+
+    class Recorded(ray_pool.NodeWorker):
+        def start(self, number: int, num_workers: int, task: Any, pickled: Any, *rest: Any) -> Any:
+            place = mapping_of(max(pickled[1], key=len))
+            node = ray.get_runtime_context().get_node_id()
+            Path(folder, f"started-{number}").write_text(json.dumps([node, place]))
+            return super().start(number, num_workers, task, pickled, *rest)
+
+        def enqueue(self, *arguments: Any) -> None:
+            Path(folder, f"enqueued-{time.monotonic_ns()}").touch()
+            super().enqueue(*arguments)
+
+    written: list[tuple[Any, Any]] = []
+    write, worker = ray_pool.RayPool._write, ray_pool.NodeWorker
+
+    def recorded_write(self: Any, lease: Any, content: Any) -> None:
+        written.append((mapping_of(content), mapping_of(content.copy())))
+        write(self, lease, content)
+
+    options: dict[str, Any] = {"batch_size": 1, "persistent_workers": True, "shuffle": False}
+    options["prefetch_factor"] = 2
+    wait_s, ray_pool.FREE_CPU_S = ray_pool.FREE_CPU_S, LIMIT_S
+    ray_pool.RayPool._write, ray_pool.NodeWorker = recorded_write, Recorded  # type: ignore
+    try:
+        one = make(Heavy(folder), num_workers=1, **options)
+        loaded = [int(indices[0]) for _, indices in one]
+        one.close()
+        num_messages = len(list(Path(folder).glob("enqueued-*")))
+        num_written = len(written)
+        for path in Path(folder).glob("started-*"):
+            path.unlink()
+        await_free_cpus()
+        all_of_them = make(Heavy(folder), num_workers=4, **options)
+        limit = time.monotonic() + LIMIT_S
+        while time.monotonic() < limit:
+            skip(all_of_them, 1)
+            if sum(" runs on node " in text for text in all_of_them.plan.notes) == 4:
+                break
+        all_of_them.close()
+        started = [json.loads(path.read_text()) for path in Path(folder).glob("started-*")]
+    finally:
+        ray_pool.RayPool._write, ray_pool.NodeWorker = write, worker  # type: ignore
+        ray_pool.FREE_CPU_S = wait_s
+        shutil.rmtree(folder)
+        cluster.remove_node(node)
+    places: dict[str, list[Any]] = {}
+    for name, place in started:
+        places.setdefault(name, []).append(place)
+    return {
+        "loaded": loaded,
+        "num_messages": num_messages,
+        "num_written": num_written,
+        "are_views": all(place is not None for place, _ in written),
+        "are_copies": any(place is not None for _, place in written),
+        "places": sorted(places.values(), key=len),
+    }
+
+
+def ranks(cluster: Cluster) -> dict[str, Any]:
+    """Load with two ranks, each with a local and a remote worker, and kill one of the nodes."""
+    node = cluster.add_node(num_cpus=1, **NODE)
+    cluster.wait_for_nodes()
+    await_free_cpus()
+    options: dict[str, Any] = {"batch_size": 2, "world_size": 2}
+    remote: dict[str, Any] = {"pool": "process", "num_workers": 1, "persistent_workers": True}
+    loaders = [
+        make(Images(pause_s=0.02), rank=rank, remote_workers=1, **options, **remote)
+        for rank in (0, 1)
+    ]
+    num_epochs = [gather(loader, 1) for loader in loaders]
+    num_skipped = max(num_epochs)
+    for loader, num in zip(loaders, num_epochs, strict=True):
+        skip(loader, num_skipped - num)
+    nodes = sorted(set().union(*map(nodes_of, loaders)))
+    found: list[list[Any]] = [[], []]
+    for number, batches in enumerate(zip(*loaders, strict=True)):
+        for rank, batch in enumerate(batches):
+            found[rank].append([part.clone() if hasattr(part, "clone") else part for part in batch])
+        if number == 2:
+            ends = [psutil.Process(process.pid) for _, process in node.live_processes()]
+            for process in [*ends, *(child for one in ends for child in one.children(True))]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+    for loader in loaders:
+        loader.close()
+    cluster.remove_node(node, allow_graceful=False)
+    here = [
+        make(Images(), rank=rank, pool="inline", **{**options, "num_workers": 0}) for rank in (0, 1)
+    ]
+    return {
+        "nodes": nodes,
+        "killed": node.node_id[:8],
+        "ray": [digest(batches) for batches in found],
+        "inline": [digest(skip(one, num_skipped)) for one in here],
+        "samples": [[int(x) for batch in batches for x in batch[1]] for batches in found],
+        "num_restarts": sum(loader.num_restarts for loader in loaders),
+    }
 
 
 def late_node(cluster: Cluster) -> dict[str, Any]:
@@ -575,9 +710,9 @@ def node_kills(cluster: Cluster) -> dict[str, Any]:
     while num_killed < num_kills and time.monotonic() < limit:
         node = cluster.add_node(num_cpus=1, **NODE)
         cluster.wait_for_nodes()
-        num_joined = sum(" runs on node " in text for text in loader.plan.notes)
+        joined = nodes_of(loader)
         while time.monotonic() < limit and num_epochs:
-            if sum(" runs on node " in text for text in loader.plan.notes) > num_joined:
+            if nodes_of(loader) - joined:
                 break
             skip(loader, 1)
             skip(here, 1)
@@ -652,7 +787,7 @@ def slow_link(cluster: Cluster) -> dict[str, Any]:
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
     *(local_path, full, mixed, mixed_auto, late_node, driver_killed),
-    *(version_skew, packing, killed),  # these add nodes
+    *(version_skew, packing, copies, ranks, killed),  # these add nodes
 ]
 
 

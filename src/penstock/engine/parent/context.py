@@ -115,9 +115,12 @@ class LoadContext:
         self.timeout_s = timeout_s
         self.ranks = ranks
 
-    def note(self, text: str) -> None:
-        """Add a note to the plan."""
-        self.parts.notes.setdefault(text)
+    def note(self, text: str, *, instead_of: str = "") -> None:
+        """Add a note to the plan, in place of the one that starts with ``instead_of``."""
+        notes = self.parts.notes
+        for old in [one for one in notes if instead_of and one.startswith(instead_of)]:
+            del notes[old]
+        notes.setdefault(text)
 
     def warn(self, text: str) -> None:
         """Warn the user once, and add the text to the plan."""

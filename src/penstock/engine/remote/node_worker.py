@@ -5,8 +5,9 @@
 The worker is an ordinary worker process, forked by the fork server of the actor. If a sample kills
 it, the actor survives, and reads from the control page which sample it was. It ends with the actor.
 
-Calls of :meth:`NodeWorker.enqueue` and :meth:`NodeWorker.take` run one after the other, in the
-order of the driver. All others run beside them, in Ray's concurrency group "control".
+Calls of :meth:`NodeWorker.take` run one after the other, in the order of the driver. So do calls of
+:meth:`NodeWorker.enqueue`, in Ray's concurrency group "leases": a worker has its next lease before
+its last batch has left the node. All others run beside them, in the group "control".
 
 Tested by ``tests/integration/engine/remote/test_ray_pool.py``.
 """

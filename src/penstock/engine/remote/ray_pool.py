@@ -73,7 +73,7 @@ MAX_LOST = 3
 """New actors that may be lost while they start."""
 CALL_LIMIT_S = 30.0
 """Time limit for a call that needs milliseconds."""
-_CONTROL = "control"
+_CONTROL, _LEASES = "control", "leases"
 
 
 def connect() -> Any:
@@ -199,7 +199,7 @@ class RayPool:
         num_workers: Workers of the loader, here and on nodes. Those from ``first`` on are on nodes.
         pickled: ``objects``, if they are already pickled.
         memory: The shared file that holds the slots.
-        note: Adds a note to the plan.
+        note: Adds a note to the plan. See :meth:`penstock.engine.parent.context.LoadContext.note`.
         warn: Warns the user.
     """
 
@@ -216,7 +216,7 @@ class RayPool:
         pickled: PickledObjects | None,
         memory: SharedFile,
         cells: memoryview,
-        note: Callable[[str], None],
+        note: Callable[..., None],
         warn: Callable[[str], None],
     ) -> None:
         self._ray = connect()
@@ -236,9 +236,12 @@ class RayPool:
         environment = describe_environment()
         self._environment = {name: environment[name] for name in SENT_SETTINGS}
         self._strategy = _on_other_nodes(self._ray) if first else "SPREAD"
-        self._class = self._ray.remote(concurrency_groups={_CONTROL: 3})(NodeWorker)
+        self._class = self._ray.remote(concurrency_groups={_CONTROL: 3, _LEASES: 1})(NodeWorker)
         self._needs_all = not task.per_sample
         self._num_lost = 0
+        """Actors that were lost while they started, since one has joined."""
+        self._num_losses = 0
+        """Workers that were lost while they loaded."""
         self._heard_s = math.inf
         """When the first actor answered."""
         self.processes: list[Any] = [None] * (num_workers - first)
@@ -351,10 +354,9 @@ class RayPool:
         remote = self.processes[worker]
         remote.step, remote.pending, self._num_lost = "ready", None, 0
         self.ready.add(worker)
-        self._note(
-            f"worker {self._first + worker} runs on node {remote.node}; in the timeline, its clock "
-            f"is exact to {remote.clock.error_ns / 1e6:.1f} ms"
-        )
+        runs = f"worker {self._first + worker} runs on node "
+        exact = f"in the timeline, its clock is exact to {remote.clock.error_ns / 1e6:.1f} ms"
+        self._note(f"{runs}{remote.node}; {exact}", instead_of=runs)
         if remote.unsent:
             self.send(worker, remote.unsent)
 
@@ -416,7 +418,7 @@ class RayPool:
                 lease = lease._replace(segment=place, start=0)
             sent.append(lease)
         pass_number = max((one.pass_number for one in leases), default=NOTHING)
-        remote.actor.enqueue.remote(
+        remote.actor.enqueue.options(concurrency_group=_LEASES).remote(
             remote.generation, pass_number, remote.file_bytes, places, dump_leases(sent)
         )
         num_replies = sum(isinstance(one, Lease) for one in leases)
@@ -443,7 +445,7 @@ class RayPool:
             left_s = max(0.0, limit - time.monotonic())
             if by_ref:
                 ready, _ = self._ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
-                if not ready:
+                if not ready and left_s:
                     ready, _ = self._ray.wait(list(by_ref), num_returns=1, timeout=left_s)
             else:
                 ready = []
@@ -540,7 +542,9 @@ class RayPool:
         remote = self.processes[worker]
         remote.exitcode, remote.is_lost = 1, True
         remote.takes.clear()
-        self._note(f"worker {self._first + worker} on node {remote.node} was lost: {why}")
+        self._num_losses += 1
+        lost, last = "lost remote workers: ", f"worker {self._first + worker} on node {remote.node}"
+        self._note(f"{lost}{self._num_losses}; the last was {last}: {why}", instead_of=lost)
         return WorkerExit(pid=remote.address, exit_code=None, is_orphaned=True)
 
     # -- watching --------------------------------------------------------------------------------

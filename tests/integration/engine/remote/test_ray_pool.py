@@ -56,7 +56,7 @@ def test_remote_workers_join_on_other_nodes_and_their_loss_costs_a_retry(found: 
     assert len(loaded["nodes"]) == 1
     assert loaded["here"] not in loaded["nodes"][0]
     assert loaded["num_restarts"] == 1
-    assert any("was lost" in note for note in loaded["notes"])
+    assert any("lost remote workers: 1" in note for note in loaded["notes"])
 
 
 def test_remote_workers_without_local_ones_or_an_index_are_refused(found: Findings) -> None:
@@ -121,7 +121,39 @@ def test_a_lost_node_and_a_lost_actor_cost_only_retries(found: Findings) -> None
     assert loaded["nodes"] == 3
     assert loaded["ray"] == loaded["inline"]
     assert loaded["num_restarts"] >= 1  # the actor may be one of the lost node
-    assert any("was lost" in note for note in loaded["notes"])
+    assert sum("lost remote workers: " in note for note in loaded["notes"]) == 1
+    assert sum("worker 0 runs on node" in note for note in loaded["notes"]) == 1
+
+
+def test_the_dataset_is_once_in_the_object_store_of_each_node(found: Findings) -> None:
+    places = found("copies")["places"]
+    assert [len(workers) for workers in places] == [1, 1, 2]
+    assert places[2][0] == places[2][1] != places[0][0]
+    assert places[2][0] is not None
+
+
+def test_a_batch_is_copied_once_from_the_object_store_to_its_slot(found: Findings) -> None:
+    loaded = found("copies")
+    assert loaded["num_written"] == len(loaded["loaded"]) == 48
+    assert loaded["are_views"]  # of the object store
+    assert not loaded["are_copies"]
+
+
+def test_a_worker_has_its_next_lease_before_it_answers(found: Findings) -> None:
+    loaded = found("copies")
+    assert loaded["loaded"] == list(range(48))  # sample 1 waits for the second message
+    assert loaded["num_messages"] >= 2
+
+
+def test_ranks_that_lose_a_node_load_each_sample_once(found: Findings) -> None:
+    loaded = found("ranks")
+    assert len(loaded["nodes"]) == 2
+    assert any(loaded["killed"] in node for node in loaded["nodes"])
+    assert loaded["num_restarts"] >= 1
+    assert loaded["ray"] == loaded["inline"]
+    assert len(set(loaded["ray"])) == 2
+    assert [len(samples) for samples in loaded["samples"]] == [24, 24]
+    assert sorted(loaded["samples"][0] + loaded["samples"][1]) == list(range(48))
 
 
 def test_a_dataset_that_is_never_unpickled_is_an_error(found: Findings) -> None:
