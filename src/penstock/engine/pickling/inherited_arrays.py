@@ -7,7 +7,7 @@ addresses. So have its workers. The pages are shared until a process writes to t
     worker: unpickling.unpickle_objects uses the memory at these addresses
 
 An array that changed since the fork is copied. The bytes of both processes are compared each time
-that workers are started, which takes no longer than copying them.
+that workers are started, which takes about as long as copying them.
 """
 
 from __future__ import annotations
