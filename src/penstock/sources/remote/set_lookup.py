@@ -20,6 +20,8 @@ from penstock.sources.remote.address import without_secrets
 from penstock.sources.remote.object_list import find_objects
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore, store_manifest
 
+_printing = threading.Lock()
+
 
 def open_set(arguments: str) -> None:
     """Fetch the manifest, print the set's folder, and become its downloader if it has none."""
@@ -36,10 +38,10 @@ def open_set(arguments: str) -> None:
     folder = answer.get("folder", "")
     answer["stays"] = stays = bool(folder) and lock_set(options, folder)
     if not stays:
-        print(json.dumps(answer), flush=True)
+        _print(answer)
         return
     with turn_to_start(folder) as turn:
-        print(json.dumps(answer), flush=True)
+        _print(answer)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, sys.stdout.fileno())  # closes the program's pipe
         serve(options, folder, turn)
@@ -53,12 +55,18 @@ def look_up(arguments: str) -> None:
         store = ObjectStore(options["url"], options["timeout_s"] / 2, _tell)
         return {"objects": find_objects(store, json.load(sys.stdin))}
 
-    print(json.dumps(_answer(options, find)), flush=True)
+    _print(_answer(options, find))
 
 
 def _tell(why: str) -> None:
-    """Let the program know why there is no answer yet."""
-    print(json.dumps({"trying": why}), flush=True)
+    """Let the program know why there is no answer yet. Called in any thread."""
+    _print({"trying": why})
+
+
+def _print(message: dict[str, Any]) -> None:
+    """Print a message as one line. Several requests can fail at the same time."""
+    with _printing:
+        print(json.dumps(message), flush=True)
 
 
 def _answer(options: dict[str, Any], find: Callable[[], dict[str, Any]]) -> dict[str, Any]:

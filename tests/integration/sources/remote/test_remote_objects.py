@@ -148,7 +148,7 @@ def test_a_small_cache_keeps_its_limit_and_the_order_is_downloaded_ahead(
     assert counted["num_evicted"] > 0
     assert counted["is_ahead"]
     assert any("kept in" in note for note in loader.plan.notes)
-    with pytest.raises(BadArgument, match="one batch needs"):
+    with pytest.raises(BadArgument, match="one batch need"):
         next(iter(DataLoader(ours, batch_size=256, shuffle=True, seed=0)))
 
 
