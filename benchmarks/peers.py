@@ -45,6 +45,7 @@ class Field:
         self.sizes = TINY if options.quick else Sizes()
         self.pace = QUICK if options.quick else PACE
         self.rows: list[str] = options.rows
+        self.num_workers: int = options.workers
         self.peers: dict[str, dict[str, Any]] = {}
         names: list[str] = options.contenders
         here = Environment(python=sys.executable)
@@ -94,6 +95,7 @@ class Field:
             "home": str(self.home / "formats" / folder),
             "count": group.count(self.sizes),
             "batch_size": min(group.batch_size, group.count(self.sizes) // 4),
+            "num_workers": self.num_workers,
         }
         jobs = group.jobs[:1] if question == "prepare" else group.jobs
         return [
@@ -151,6 +153,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=_names, default=[], help="only these rows, separated by ;")
     parser.add_argument("--home", type=Path, default=default, help="environments and data")
     parser.add_argument("--here", action="store_true", help="use this interpreter, build nothing")
+    parser.add_argument("--workers", type=_count, default=2, help="processes or threads")
     parser.add_argument("--repeats", type=_count, help="turns of each contender (default 3)")
     parser.add_argument("--quick", action="store_true", help="smoke test with tiny sizes")
     parser.add_argument("--save", type=_name, metavar="NAME", help="write results/peers-NAME.json")
@@ -197,6 +200,8 @@ def main(arguments: list[str]) -> int:
         rows = ask(field, group, num_turns)
         asked = {"date": today(), "turns": num_turns, "note": options.note, "command": command}
         tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
+        for table in tables:
+            table["title"] = table["title"].replace("2 workers", f"{options.workers} workers")
         for table in tables:
             print_table(table)
         if options.save:  # after each group, so that an interrupted run keeps its results

@@ -89,7 +89,7 @@ class PenstockPacked(Penstock):
 class PenstockWorkers(Penstock):
     """Mapped rows with workers, although they do not need any."""
 
-    name = "Penstock, 2 workers"
+    name = "Penstock, with workers"
     kinds = ("small", "large")
 
     def workers(self, job: Job) -> int:

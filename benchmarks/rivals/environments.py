@@ -4,7 +4,8 @@
 
 Installed packages such as torch and torchvision are found and not downloaded again. A peer that
 needs a different version of a package gets its own copy. The version of torch is fixed. A peer that
-does not support it fails to install, and its rows say so.
+does not support it fails to install, and its rows say so. A peer for another version of Python gets
+an environment with its own copy of everything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ BY_HAND = ("simplejpeg", "opencv-python-headless", "pillow")
 """Packages for decoding and cropping, for peers without their own decoder."""
 HELD = ("torch", "torchvision")
 LIMIT_S = 900
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +33,19 @@ class Peer:
     Args:
         packages: Packages to install.
         bare: Packages installed without dependencies, which are not needed or take gigabytes.
+        python: Version of Python that it needs. Empty for this interpreter's.
     """
 
     title: str
     module: str
     packages: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    python: str = ""
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        return (*self.packages, *BY_HAND)
+        own = (*HELD, "numpy", "psutil") if self.python else ()
+        return (*self.packages, *own, *BY_HAND)
 
 
 PEERS = {
@@ -62,6 +67,13 @@ PEERS = {
     ),
     "webdataset": Peer(title="WebDataset", module="by_webdataset", packages=("webdataset",)),
     "hf": Peer(title="HF datasets", module="by_hf", packages=("datasets",)),
+    "lance": Peer(title="LanceDB", module="by_lance", packages=("lancedb",)),
+    "dataloader_rs": Peer(
+        title="dataloader-rs",
+        module="by_dataloader_rs",
+        packages=("dataloader-rs",),
+        python="3.13",
+    ),
 }
 
 
@@ -82,8 +94,12 @@ def build(name: str, home: Path) -> Environment:
         found = json.loads(done.read_text("utf-8"))
         if found["mark"] == mark:
             return Environment(python=str(python), trouble=found["trouble"])
-    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
-    _look_here(folder)
+    interpreter = _find_python(peer.python) if peer.python else sys.executable
+    if not interpreter:
+        return Environment(python="", trouble=f"needs Python {peer.python}, which was not found")
+    _run([interpreter, "-m", "venv", "--clear", "--without-pip", str(folder)])
+    if not peer.python:
+        _look_here(folder)
     held = folder / "held.txt"
     held.write_text("".join(f"{line}\n" for line in _held()), "utf-8")
     trouble = None
@@ -92,6 +108,10 @@ def build(name: str, home: Path) -> Environment:
             trouble = _install(str(python), held, options)
     done.write_text(json.dumps({"mark": mark, "trouble": trouble}), "utf-8")
     return Environment(python=str(python), trouble=trouble)
+
+
+def _find_python(wanted: str) -> str:
+    return _run(["sh", str(TOOLS / "find_python.sh"), wanted]).stdout.strip()
 
 
 def _look_here(folder: Path) -> None:

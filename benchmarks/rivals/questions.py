@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from clock import time_feed
 from contract import SIZE, Contender, Job, NotOffered
@@ -44,6 +43,8 @@ def family_mb() -> float:
     in a queue as open files, and batches that the consumer does not read. So the files are counted
     instead of their mappings.
     """
+    import psutil  # here, so that the import of a library that needs it counts
+
     process, total, files = psutil.Process(), 0, {}
     for member in [process, *process.children(recursive=True)]:
         with suppress(OSError):  # the process has ended
@@ -65,6 +66,8 @@ def _private_bytes(pid: int) -> int:
 
 def family_cpu_s() -> float:
     """Return the CPU time so far of this process and its descendants."""
+    import psutil
+
     process, total = psutil.Process(), 0.0
     for member in [process, *process.children(recursive=True)]:
         try:

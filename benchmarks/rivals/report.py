@@ -41,7 +41,10 @@ def _entry(table: Any, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
             return {key: answer[key] for key in ("no", "failed") if key in answer}
     if table.value is None:
         return dict(answers[-1])
-    samples = [round(float(answer[table.value]), 4) for answer in answers]
+    samples = [
+        round(float(sum(answer[value] for value in table.value.split("+"))), 4)
+        for answer in answers
+    ]
     entry = {
         "median": statistics.median(samples),
         "low": min(samples),

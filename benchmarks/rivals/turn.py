@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import platform
+import time
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,10 +27,12 @@ def list_contenders(module: str) -> dict[str, Any]:
 def answer(order: dict[str, Any]) -> dict[str, Any]:
     """Return the contender's answer. A failure is also an answer."""
     from contract import Job, NotOffered
-    from questions import QUESTIONS
+    from questions import QUESTIONS  # imports torch
     from work import WORKS
 
+    start_s = time.perf_counter()
     kind = list_contenders(order["module"])[order["contender"]]
+    import_s = time.perf_counter() - start_s  # of the library; 0 from the second job on
     given = dict(order["job"])
     given |= {"data": Path(given["data"]), "home": Path(given["home"])}
     if given.get("work"):
@@ -41,7 +44,8 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
         is_crop = job.kind in ("jpeg", "raw") and order["question"] == "rate"
         if is_crop and job.antialias not in kind.antialias:
             raise NotOffered("always antialiased" if not job.antialias else "never antialiased")
-        return QUESTIONS[order["question"]](kind(), job, order["pace"])
+        found = QUESTIONS[order["question"]](kind(), job, order["pace"])
+        return {**found, "import_s": import_s}
     except NotOffered as reason:
         return {"no": str(reason)}
     except Exception as error:
