@@ -146,6 +146,14 @@ GROUPS = {
                     value="first_s",
                     is_less_better=True,
                 ),
+                Table(
+                    key="memory-plain",
+                    title="Memory of the program and 2 workers with samples of 150 KB (PSS)",
+                    unit="MB",
+                    job=0,
+                    value="memory_mb",
+                    is_less_better=True,
+                ),
             ),
         ),
         Group(
