@@ -26,8 +26,9 @@ def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_p
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    _, transport, tiny, first, later = ended.stdout.split("\n\n")
-    for table in (transport, tiny, first, later):
+    _, *tables = ended.stdout.split("\n\n")
+    assert len(tables) == 5  # transport, tiny samples, first and later batches, memory
+    for table in tables:
         rows = {line[2:42].strip(): line[43:] for line in table.splitlines()[1:]}
         assert {"PyTorch", "Penstock", "FFCV"} <= set(rows)
         assert "No module named 'ffcv'" in rows["FFCV"]
