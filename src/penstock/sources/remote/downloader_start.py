@@ -144,7 +144,7 @@ def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> d
     command = python_command(f"{_PACKAGE}.set_lookup:{function}", _arguments(url, options))
     with ChildProcess(command, send=send) as child:
         try:
-            answer = _read_answer(child, url, options.timeout_s)
+            answer = _read_answer(child, options.timeout_s)
         except (TimeoutError, ValueError):
             answer = {"kind": "network", "what": f"{url} could not be read"}
         if answer.get("stays"):
@@ -161,7 +161,7 @@ def _ask(function: str, url: str, options: CacheOptions, send: bytes = b"") -> d
     )
 
 
-def _read_answer(child: ChildProcess, url: str, timeout_s: float) -> dict[str, Any]:
+def _read_answer(child: ChildProcess, timeout_s: float) -> dict[str, Any]:
     """Return the answer. Long waits are logged, once, with their cause."""
     start_s, is_told = time.monotonic(), False
     while True:

@@ -59,7 +59,7 @@ def look_up(arguments: str) -> None:
 
 
 def _tell(why: str) -> None:
-    """Let the program know why there is no answer yet. Called in any thread."""
+    """Tell the program why there is no answer yet. Any thread may call this."""
     _print({"trying": why})
 
 
