@@ -48,7 +48,8 @@ def is_old(place, batch):
 
 
 def load(dataset):
-    return penstock.DataLoader(dataset, batch_size=BATCH, num_workers=2)
+    # The number of slots, which shared_mib() counts, must not follow the time of a batch.
+    return penstock.DataLoader(dataset, batch_size=BATCH, num_workers=2, prefetch_factor=2)
 
 
 def server():

@@ -181,7 +181,9 @@ def test_auto_goes_beyond_64_with_leases_for_all_and_the_same_bits(
     monkeypatch.setattr(async_limit, "FULL_SHARE", 0.0)
     monkeypatch.setattr(async_limit, "max_fds", lambda: None)
     data = {"shuffle": True, "seed": 3}
-    loader = DataLoader(Pages(2_000), 16, num_workers=1, pool="thread", in_flight=in_flight, **data)
+    ways: Any = {"num_workers": 1, "pool": "thread", "in_flight": in_flight}
+    ways["prefetch_factor"] = 2  # without it, the depth also follows the time of a batch
+    loader = DataLoader(Pages(2_000), 16, **ways, **data)
     iterator: Any = iter(loader)
     found = [next(iterator)]
     depth = iterator._producer.dispatcher._depth
