@@ -45,7 +45,7 @@ MARK = "PENSTOCK_TEST_CLUSTER"
 """Set by the test. All processes of the cluster inherit it."""
 SECOND_NODE = "PENSTOCK_TEST_SECOND_NODE"
 """Set in the processes of the second node only."""
-DRIVE = "--drive"
+DRIVE, RANK = "--drive", "--rank"
 LIMIT_S = 240.0
 """Reached only by a hang."""
 STORE_BYTES = 80 << 20
@@ -297,16 +297,16 @@ def mixed_auto(cluster: Cluster) -> dict[str, Any]:
 class Heavy(Images):
     """A dataset with an array, whose batches are too large for the answer of an actor."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, limit_s: float = LIMIT_S) -> None:
         super().__init__()
-        self.array, self.folder = np.arange(1 << 20), folder
+        self.array, self.folder, self.limit_s = np.arange(1 << 20), folder, limit_s
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index in (0, 1):
             # Batch 1 is not loaded before a second message has arrived.
-            limit = time.monotonic() + LIMIT_S
+            limit = time.monotonic() + self.limit_s
             while len(list(Path(self.folder).glob("enqueued-*"))) <= index:
-                assert time.monotonic() < limit, "the message did not arrive"
+                assert time.monotonic() < limit, f"message {index} did not arrive"
                 time.sleep(0.01)
         return torch.full((3, 128, 128), float(self.array[index])), index
 
@@ -329,6 +329,12 @@ def copies(cluster: Cluster) -> dict[str, Any]:
             Path(folder, f"enqueued-{time.monotonic_ns()}").touch()
             super().enqueue(*arguments)
 
+    class Blocked(Recorded):
+        def enqueue(self, *arguments: Any) -> None:
+            while self._places:  # leases that were not answered
+                time.sleep(0.01)
+            super().enqueue(*arguments)
+
     written: list[tuple[Any, Any]] = []
     write, worker = ray_pool.RayPool._write, ray_pool.NodeWorker
 
@@ -346,6 +352,14 @@ def copies(cluster: Cluster) -> dict[str, Any]:
         one.close()
         num_messages = len(list(Path(folder).glob("enqueued-*")))
         num_written = len(written)
+        for path in Path(folder).glob("*-*"):
+            path.unlink()
+        await_free_cpus()
+        ray_pool.NodeWorker = Blocked  # type: ignore
+        late = make(Heavy(folder, limit_s=3.0), num_workers=1, **options)
+        late_error = error_of(lambda: skip(late, 1))
+        late.close()
+        ray_pool.NodeWorker = Recorded  # type: ignore
         for path in Path(folder).glob("started-*"):
             path.unlink()
         await_free_cpus()
@@ -368,6 +382,7 @@ def copies(cluster: Cluster) -> dict[str, Any]:
     return {
         "loaded": loaded,
         "num_messages": num_messages,
+        "late_error": late_error,
         "num_written": num_written,
         "are_views": all(place is not None for place, _ in written),
         "are_copies": any(place is not None for _, place in written),
@@ -414,6 +429,62 @@ def ranks(cluster: Cluster) -> dict[str, Any]:
         "samples": [[int(x) for batch in batches for x in batch[1]] for batches in found],
         "num_restarts": sum(loader.num_restarts for loader in loaders),
     }
+
+
+def rank_processes(cluster: Cluster) -> dict[str, Any]:
+    """Load with 2 and with 3 ranks. Each is a process of its own with a worker on the cluster."""
+    node = cluster.add_node(num_cpus=1, **NODE)
+    cluster.wait_for_nodes()
+    found: dict[str, Any] = {}
+    for num_ranks in (2, 3):
+        await_free_cpus()
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "support.ray_scenarios", RANK, cluster.address]
+            command += [str(Path(folder, "store")), str(num_ranks)]
+            processes = [
+                subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+                for rank in range(num_ranks)
+            ]
+            try:
+                said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+        loaded = [json.loads(text.splitlines()[-1]) for text in said]
+        options: dict[str, Any] = {"world_size": num_ranks, "pool": "inline", "num_workers": 0}
+        here = [make(Images(), batch_size=2, rank=rank, **options) for rank in range(num_ranks)]
+        found[str(num_ranks)] = {
+            "ray": [one["epochs"] for one in loaded],
+            "inline": [[digest(loader), digest(loader)] for loader in here],
+            "samples": [one["samples"] for one in loaded],
+            "nodes": [one["nodes"] for one in loaded],
+            "pids": [one["pid"] for one in loaded],
+        }
+    await_free_cpus()
+    cluster.remove_node(node)
+    return found
+
+
+def load_rank(address: str, store: str, num_ranks: int, rank: int) -> None:
+    """Load two epochs of a rank, and print what was loaded."""
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
+    )
+    loader = make(Images(), batch_size=2, num_workers=1, persistent_workers=True, shard=True)
+    samples: list[int] = []
+
+    def recorded() -> Any:
+        for batch in loader:
+            samples.extend(batch[1].tolist())
+            yield batch
+
+    epochs = [digest(recorded()), digest(loader)]
+    found = {"epochs": epochs, "samples": samples, "nodes": sorted(nodes_of(loader))}
+    loader.close()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print(json.dumps({**found, "pid": os.getpid()}), flush=True)
 
 
 def late_node(cluster: Cluster) -> dict[str, Any]:
@@ -544,8 +615,9 @@ def full(cluster: Cluster) -> dict[str, Any]:
     ray.get([taker.ping.remote() for taker in takers])
     wait_s, ray_pool.FREE_CPU_S = ray_pool.FREE_CPU_S, 1.0
     try:
-        loader = make(Images(), num_workers=1)
-        found: dict[str, Any] = {"ray": digest(loader), "inline": inline(Images())}
+        options = {"batch_size": 16}  # too large for the answer of an actor
+        loader = make(Images(), num_workers=1, **options)
+        found: dict[str, Any] = {"ray": digest(loader), "inline": inline(Images(), **options)}
         return {**found, "notes": list(loader.plan.notes), "kept": len(kept)}
     finally:
         ray_pool.FREE_CPU_S = wait_s
@@ -787,7 +859,7 @@ def slow_link(cluster: Cluster) -> dict[str, Any]:
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
     *(local_path, full, mixed, mixed_auto, late_node, driver_killed),
-    *(version_skew, packing, copies, ranks, killed),  # these add nodes
+    *(version_skew, packing, copies, ranks, rank_processes, killed),  # these add nodes
 ]
 
 
@@ -830,4 +902,7 @@ def main(names: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == [DRIVE]:
         drive(sys.argv[2])
-    main(sys.argv[1:])
+    elif sys.argv[1:2] == [RANK]:
+        load_rank(*sys.argv[2:4], *map(int, sys.argv[4:]))
+    else:
+        main(sys.argv[1:])

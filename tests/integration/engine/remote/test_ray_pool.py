@@ -143,6 +143,8 @@ def test_a_worker_has_its_next_lease_before_it_answers(found: Findings) -> None:
     loaded = found("copies")
     assert loaded["loaded"] == list(range(48))  # sample 1 waits for the second message
     assert loaded["num_messages"] >= 2
+    # The control: the actor does not pass leases on before it has answered the earlier ones.
+    assert "message 1 did not arrive" in loaded["late_error"]
 
 
 def test_ranks_that_lose_a_node_load_each_sample_once(found: Findings) -> None:
@@ -154,6 +156,19 @@ def test_ranks_that_lose_a_node_load_each_sample_once(found: Findings) -> None:
     assert len(set(loaded["ray"])) == 2
     assert [len(samples) for samples in loaded["samples"]] == [24, 24]
     assert sorted(loaded["samples"][0] + loaded["samples"][1]) == list(range(48))
+
+
+def test_ranks_in_processes_of_their_own_load_what_local_ranks_load(found: Findings) -> None:
+    loaded = found("rank_processes")
+    for num_ranks in (2, 3):
+        ranks = loaded[str(num_ranks)]
+        assert ranks["ray"] == ranks["inline"]
+        assert len({epoch for epochs in ranks["ray"] for epoch in epochs}) == 2 * num_ranks
+        assert [len(samples) for samples in ranks["samples"]] == [48 // num_ranks] * num_ranks
+        assert sorted(one for part in ranks["samples"] for one in part) == list(range(48))
+        assert all(ranks["nodes"])
+        assert len(set(ranks["pids"])) == num_ranks
+    assert loaded["3"]["ray"][0] != loaded["2"]["ray"][0]  # the control: another part
 
 
 def test_a_dataset_that_is_never_unpickled_is_an_error(found: Findings) -> None:
