@@ -193,7 +193,8 @@ class AsyncSamples:
 
     def _describe_awaited(self) -> str:
         """Return the sample that computes, or else the one that is waited for."""
-        started = [sample for group in self._groups.values() for sample in group.values()]
+        groups = list(self._groups.values())  # copies: the loop may run in a different thread
+        started = [sample for group in groups for sample in list(group.values())]
         coroutines: dict[AsyncSample, Any] = {
             s: s.task.get_coro() for s in started if s.task is not None and not s.is_over
         }

@@ -26,7 +26,8 @@ from support.datasets import assert_same, collect
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
-LIMIT_S = 1.0
+LIMIT_S = 3.0
+"""On a busy machine, samples that are answered must not take this long twice."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,7 +166,7 @@ def test_pages_of_a_real_server_arrive_in_order(server: Server, arguments: Any) 
 @pytest.mark.parametrize("arguments", [WORKERS, {"num_workers": 0}])
 def test_a_server_that_stops_answering_is_named_in_time(server: Server, arguments: Any) -> None:
     server.silent = {13}
-    with pytest.raises(SampleTimeout, match="sample 13 did not finish within 1 s") as caught:
+    with pytest.raises(SampleTimeout, match="sample 13 did not finish within 3 s") as caught:
         batches(Pages(server.port), sample_timeout_s=LIMIT_S, **arguments)
     lines = [line for line in str(caught.value).splitlines() if line.startswith("  File")]
     assert lines[0].endswith("in __getitem__")
@@ -249,11 +250,12 @@ def test_a_sample_that_always_loses_its_worker_can_be_skipped(tmp_path: Path) ->
 
 
 def test_kills_from_outside_change_nothing(server: Server) -> None:
-    loader = DataLoader(Pages(server.port), 8, shuffle=True, seed=3, **WORKERS)
+    # Not all batches are in flight at once, so that the workers are needed after the last kill.
+    loader = DataLoader(Pages(server.port, 640), 8, shuffle=True, seed=3, **WORKERS)
     found, iterator = [], iter(loader)
     for number, batch in enumerate(iterator):
         found.append(batch)
         if number in (2, 9):
             os.kill(iterator._workers[number % 2].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-    assert_same(collect(found), batches(Local(0)))
+    assert_same(collect(found), batches(Local(0, 640)))
     assert loader.num_restarts == 2
