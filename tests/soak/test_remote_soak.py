@@ -42,8 +42,8 @@ def test_the_downloader_is_killed_100_times(slow_remote: RemoteSet, note: Note) 
 
 
 def test_the_server_is_restarted_50_times_in_mid_range(slow_remote: RemoteSet, note: Note) -> None:
-    ours, server = slow_remote.open(cache_bytes=HALF_BYTES), slow_remote.server
-    num_read = read_during(lambda: restart_often(server, 50, seed=2), slow_remote, ours)
+    ours = slow_remote.open(cache_bytes=HALF_BYTES)
+    num_read = read_during(lambda: restart_often(slow_remote, ours, 50, 2), slow_remote, ours)
     num_retries = int(ours.count_network()["num_retries"])
     assert num_retries >= 50
     note(f"remote: 50 restarts of the server, {num_read} samples, {num_retries} retries")

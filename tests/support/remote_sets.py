@@ -101,14 +101,34 @@ def table_of(dataset: Any) -> Any:
     return dataset._files[0].files.current_table()
 
 
-def kill_downloader(dataset: Any, limit_s: float = 60.0) -> None:
-    """Send SIGKILL to the downloader of a set, once there is one."""
-    table, deadline_s = table_of(dataset), time.monotonic() + limit_s
+def kill_downloader(dataset: Any) -> int:
+    """Send SIGKILL to the downloader of a set, once there is one. Returns its process ID."""
+    table, deadline_s = table_of(dataset), time.monotonic() + 240
     while not table.is_served():
         assert time.monotonic() < deadline_s, "no downloader started"
         time.sleep(0.01)
+    pid = int(table.header["pid"][0])
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(table.header["pid"][0]), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def cached_bytes(blocks: Path, limit: int) -> int:
+    """Return the bytes of the block files. A sum above the limit counts only if it stays.
+
+    Files come and go while their sizes are read, so one that was evicted and the one that has
+    replaced it can both be in the sum.
+    """
+    num_bytes = 0
+    for _ in range(20):
+        num_bytes = 0
+        for entry in os.scandir(blocks):
+            with contextlib.suppress(FileNotFoundError):  # evicted, or renamed
+                num_bytes += entry.stat().st_size
+        if num_bytes <= limit:
+            break
+        time.sleep(0.01)
+    return num_bytes
 
 
 def assert_same(remote: RemoteSet, ours: Any, indices: Any = EVERY) -> None:
@@ -140,24 +160,30 @@ def kill_often(dataset: Any, num_kills: int, seed: int) -> None:
             assert time.monotonic() < deadline_s, "no downloader started"
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 1.0))  # while it downloads
-        kill_downloader(dataset)
-        killed = int(table.header["pid"][0])
+        killed = kill_downloader(dataset)
         # The heartbeat of the one that was killed ages, or the next one has started already.
         while table.is_served() and int(table.header["pid"][0]) == killed:
             assert time.monotonic() < deadline_s, "the heartbeat goes on after a kill"
             time.sleep(0.05)
 
 
-def restart_often(server: RangeServer, num_restarts: int, seed: int) -> None:
-    """Kill a server in the middle of requests, and start it again. Some are answered between."""
-    chance = random.Random(seed)
+def restart_often(remote: RemoteSet, dataset: Any, num_restarts: int, seed: int) -> None:
+    """Kill a server in the middle of requests, and start it again. Some are answered between.
+
+    It is down until a request has failed.
+    """
+    chance, server = random.Random(seed), remote.server
     for _ in range(num_restarts):
         num_sent, deadline_s = server.num_sent, time.monotonic() + 240
         while server.num_sent == num_sent or not server.num_at_once:
             assert time.monotonic() < deadline_s, "no request came"
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.05))
+        num_retries = dataset.count_network()["num_retries"]
         server.stop()
+        while dataset.count_network()["num_retries"] == num_retries:
+            assert time.monotonic() < deadline_s, "no request failed"
+            time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.3))
         server.start()
 

@@ -24,7 +24,7 @@ import pytest
 
 BUCKET = "photos-of-tests"
 _KEY, _SECRET = "key-of-the-tests", "secret-of-the-tests"
-_START_LIMIT_S = 120.0
+_START_LIMIT_S = 240.0
 
 
 def free_port() -> int:

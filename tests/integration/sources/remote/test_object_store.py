@@ -145,7 +145,7 @@ def test_traces_timelines_logs_and_errors_have_no_credentials(
             "signed": ({}, lambda: penstock.Packed(signed, cache_folder=cache)),
             "signed tar": ({}, lambda: penstock.open_dataset(signed, cache_folder=cache)),
             "signed target": ({}, lambda: penstock.pack([1], signed)),
-            "dead": (dead, lambda: penstock.Packed(url, cache_folder=cache, network_timeout_s=2)),
+            "dead": (dead, lambda: penstock.Packed(url, cache_folder=cache, network_timeout_s=6)),
         }
         for what, (environment, read) in failing.items():
             with monkeypatch.context() as patched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import penstock
 from penstock import DataLoader
 from penstock.errors import BadArgument, BadStore, Damaged, StorageFailed
 from support.range_server import Fault, RangeServer
-from support.remote_sets import ended_downloaders, needs_obstore
+from support.remote_sets import cached_bytes, ended_downloaders, needs_obstore
 from support.s3_servers import S3Place, upload
 from support.tar_archives import sample_files, write_shards, write_tar
 
@@ -142,7 +141,7 @@ def test_a_small_cache_keeps_its_limit_and_the_order_is_downloaded_ahead(
     ):
         assert torch.equal(batch["x.npy"], expected["x.npy"])
         (blocks,) = (tmp_path / "cache").glob("*/*/blocks")
-        assert sum(one.stat().st_size for one in os.scandir(blocks)) <= limit
+        assert cached_bytes(blocks, limit) <= limit
     counted = loader.metrics().network
     assert counted is not None
     assert counted["num_evicted"] > 0
