@@ -143,7 +143,7 @@ def test_threads_have_generators_of_their_own() -> None:
 
     def load(position: int) -> None:
         def sample(_: Any) -> list[float]:
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=240)
             return [ask() for _ in range(200)]
 
         randomness = SampleRandomness(7)
