@@ -86,7 +86,7 @@ def test_left_half_way_the_thread_ends_and_the_generator_is_closed() -> None:
         if number == 3:
             break
     wait_until_no_thread()
-    assert closed.wait(5)
+    assert closed.wait(120)
 
 
 def test_it_takes_only_as_many_ahead_as_it_was_told() -> None:
@@ -228,4 +228,4 @@ def test_a_loader_of_ours_is_left_at_the_end_of_the_program_without_waiting(
     command = [sys.executable, str(script)]
     end = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert end.returncode == 0, end.stderr
-    assert float(end.stdout) < 5
+    assert float(end.stdout) < 25  # all samples take 50 s

@@ -235,7 +235,7 @@ def test_an_iterator_that_nobody_keeps_ends_its_workers_without_the_garbage_coll
         workers = batches._workers
         del batches
         is_ahead.clear()
-        until_s = time.monotonic() + 3
+        until_s = time.monotonic() + 120
         while any(worker.is_alive() for worker in workers) and time.monotonic() < until_s:
             time.sleep(0.01)
         assert not any(worker.is_alive() for worker in workers)

@@ -66,11 +66,11 @@ begun, done = threading.Event(), threading.Event()
 def work(items):
     items.clear()
     begun.set()
-    done.wait(30)
+    done.wait(200)
 
 thread = on_demand_thread.OnDemandThread(work)
 thread.submit(1)
-begun.wait(30)
+begun.wait(200)
 child = os.fork()
 if not child:
     sys.exit(0)  # with everything that Python does at its end
@@ -80,10 +80,10 @@ done.set()
 print(time.monotonic() - start_s)
 """
     end = run(forking, tmp_path)
-    assert float(end.stdout) < 5, end.stderr
+    assert float(end.stdout) < 100, end.stderr
 
 
-def is_soon(question: Callable[[], bool], limit_s: float = 5.0) -> bool:
+def is_soon(question: Callable[[], bool], limit_s: float = 120.0) -> bool:
     until_s = time.monotonic() + limit_s
     while not question() and time.monotonic() < until_s:
         time.sleep(0.001)

@@ -288,10 +288,10 @@ def test_the_fork_server_killed_in_the_middle_is_replaced_with_its_workers(
     old, pids = leftovers.fork_server_pid(), [worker.pid for worker in iterator._workers]
     assert old is not None
     os.kill(old, signal.SIGKILL)
+    assert leftovers.wait_until_gone([old, *pids]) == []
     found += [batch.clone() for batch in iterator]
     assert_same(found, batches(Fateful(length=400)))
     assert leftovers.fork_server_pid() not in (None, old)
-    assert leftovers.wait_until_gone([old, *pids]) == []
     assert sum("died with its fork server" in text for text in caplog.messages) == 2
 
 
@@ -301,7 +301,9 @@ def test_a_fork_server_killed_again_and_again_blames_no_sample() -> None:
     for batch in loader:
         found.append(batch.clone())
         if len(found) in (10, 11):  # both kills hit the same samples
-            os.kill(leftovers.fork_server_pid() or 0, signal.SIGKILL)
+            pid = leftovers.fork_server_pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
     assert_same(found, batches(Fateful(length=400)))
 
 

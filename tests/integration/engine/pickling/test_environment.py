@@ -179,7 +179,7 @@ class Asking(Numbers):
         self.event = event
 
     def __getitem__(self, index: int) -> bool:
-        return bool(self.event.wait(5.0))
+        return bool(self.event.wait(120.0))
 
 
 @legacy

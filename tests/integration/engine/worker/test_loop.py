@@ -136,7 +136,7 @@ def test_the_workers_can_be_asked_for_their_pids_and_ended_by_name(way: str) -> 
     assert [worker.exitcode for worker in iterator._workers] == [None, None]
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        worker.join(5.0)
+        worker.join(120.0)
     assert not any(worker.is_alive() for worker in iterator._workers)
     assert [worker.exitcode for worker in iterator._workers] == [0, 0]
     assert not any(leftovers.is_running(pid) for pid in pids)
@@ -148,7 +148,7 @@ def test_a_worker_can_be_terminated_as_a_process_can(way: str) -> None:
     list(iterator)
     worker = iterator._workers[0]
     worker.terminate()
-    worker.join(5.0)
+    worker.join(120.0)
     assert worker.exitcode == -15
     iterator._shutdown_workers()
 
