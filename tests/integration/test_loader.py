@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -275,10 +278,10 @@ def test_out_of_order_delivery_gives_the_same_batches_in_any_order(way: str) -> 
     assert sorted(batches) == [list(range(n, n + 4)) for n in range(0, 32, 4)]
 
 
-def test_out_of_order_delivery_does_not_wait_for_the_slow_one() -> None:
-    dataset = Samples(lambda i: _slowly(i, 1.0 if i == 0 else 0.0), 12)
+def test_out_of_order_delivery_does_not_wait_for_the_slow_one(tmp_path: Path) -> None:
     orders = {}
     for in_order in (True, False):
+        dataset = Samples(partial(_zero_is_slow, is_other_loaded=tmp_path / str(in_order)), 12)
         loader = DataLoader(
             dataset, batch_size=None, num_workers=2, in_order=in_order, prefetch_factor=4
         )
@@ -288,11 +291,15 @@ def test_out_of_order_delivery_does_not_wait_for_the_slow_one() -> None:
     assert orders[False][0] != 0
 
 
-def _slowly(value: int, seconds: float) -> int:
-    import time
-
-    time.sleep(seconds)
-    return value
+def _zero_is_slow(index: int, is_other_loaded: Path) -> int:
+    if index != 0:
+        is_other_loaded.touch()
+        return index
+    limit_s = time.monotonic() + 240
+    while not is_other_loaded.exists() and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    time.sleep(1.0)  # the other one is on its way
+    return index
 
 
 # -- data in batches or in memory ------------------------------------------------------------------
