@@ -302,7 +302,6 @@ class DataLoader(TorchDataLoader[_T_co]):
             if self._changes is not None:
                 self._changes.undo()
             settings, parts = self._settings_without_plan("process", "forkserver"), self._parts()
-            self.check_worker_number_rationality()
             return LoaderIterator(self, settings, parts)
         from penstock.machine.collect import quick_facts
         from penstock.planning.decisions import choose_start_method, make_plan
@@ -317,8 +316,6 @@ class DataLoader(TorchDataLoader[_T_co]):
         if should_measure(facts, request, work, choose_start_method(facts, request).value):
             settings = settings._replace(pool="inline", num_workers=0)
             return LoaderIterator(self, settings, parts, is_auto=True)
-        if settings.pool not in ("inline", "ray") and plan.num_workers.source == "asked":
-            self.check_worker_number_rationality()
         return LoaderIterator(self, settings, parts)
 
     def _uses_fork_server(self) -> bool:

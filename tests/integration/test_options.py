@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from penstock import DataLoader, patched
 from penstock.errors import BadArgument
-from support import leftovers
+from support import leftovers, scripts
 from support.datasets import Numbers, Shards, collect, differences
 
 legacy = pytest.mark.legacy
@@ -187,6 +188,27 @@ def test_more_workers_than_cores_is_warned_about_as_torch_warns() -> None:
         loader.check_worker_number_rationality()
     with pytest.warns(UserWarning, match="This DataLoader will create"):
         DataLoader(Numbers(2), num_workers=4 * (os.cpu_count() or 1))
+
+
+TOO_MANY = """
+import os, sys, warnings
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from penstock import DataLoader
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    loader = DataLoader(range(4), num_workers=int(sys.argv[1]))
+    assert len([*loader, *loader]) == 8
+print(sum("This DataLoader will create" in str(one.message) for one in seen))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sets the usable cores")
+@pytest.mark.parametrize(("num_workers", "num_warnings"), [("2", "1"), ("1", "0")])
+def test_more_workers_than_cores_are_warned_about_once(
+    num_workers: str, num_warnings: str, tmp_path: Path
+) -> None:
+    result = scripts.run(TOO_MANY, tmp_path, num_workers)
+    assert result.stdout.strip() == num_warnings, result.stderr
 
 
 def test_pin_memory_without_an_accelerator_does_what_torch_does() -> None:

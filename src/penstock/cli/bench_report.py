@@ -15,6 +15,11 @@ from rich.table import Table
 
 from penstock.cli.bench_measurement import BenchResult, WorkersRate
 
+_SCOPE = (
+    "This is the fastest setting for endless epochs without a training step. The plan of "
+    'num_workers="auto" also counts your step, the length of an epoch and the start of workers.'
+)
+
 
 def print_result(console: Console, result: BenchResult) -> None:
     """Print the table and the recommended line of code."""
@@ -37,6 +42,7 @@ def print_result(console: Console, result: BenchResult) -> None:
         console.print(f"Note: {result.warning}", markup=False, highlight=False)
     console.print(f"Ceiling, with samples in memory: {result.ceiling:,.0f} samples/s")
     console.print(f"Recommended: {result.line}", markup=False, highlight=False)
+    console.print(_SCOPE, markup=False, highlight=False)
 
 
 def dump(result: BenchResult, machine: dict[str, Any]) -> str:

@@ -183,7 +183,9 @@ def _choose_prefetch(request: LoaderRequest, pool: str) -> Choice:
         return Choice(0, "nothing is loaded ahead without workers", "rule")
     if request.prefetch_factor is not None:
         return Choice(request.prefetch_factor, "prefetch_factor was given", "asked")
-    return Choice(AUTO_PREFETCH, "about 20 ms of work per worker, from measured times", "measured")
+    return Choice(
+        AUTO_PREFETCH, "about 20 ms of work per worker, as measured while loading", "rule"
+    )
 
 
 def _choose_persistence(request: LoaderRequest, pool: str, method: str | None) -> Choice:

@@ -11,7 +11,18 @@ from typing import Any, Literal, NamedTuple
 Source = Literal["asked", "measured", "rule"]
 Severity = Literal["harm", "slow", "note"]
 
+_NO_ARGUMENTS = ("start_method", "threads_per_worker", "slot_memory")
 _SEVERITIES: tuple[Severity, ...] = ("harm", "slow", "note")
+
+
+def label(name: str) -> str:
+    """Return the name of a choice as shown: words, if ``DataLoader`` has no such argument.
+
+    Example:
+        >>> label("start_method"), label("num_workers")
+        ('start method', 'num_workers')
+    """
+    return name.replace("_", " ") if name in _NO_ARGUMENTS else name
 
 
 class Choice(NamedTuple):
@@ -73,7 +84,7 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.choices)
-        rows = [f"{name:<{width}}  {choice}" for name, choice in self.choices.items()]
+        rows = [f"{label(name):<{width}}  {choice}" for name, choice in self.choices.items()]
         rows += [f"warning: {text}" for text in self.warnings]
         return "\n".join([*rows, *(f"note: {text}" for text in self.notes)])
 

@@ -79,7 +79,7 @@ def choose_num_workers(
         ceiling = _ceiling(machine, request, work, method)
         return Choice(
             ceiling.num_workers,
-            f"{ceiling.reason}, if the first batch shows that they help",
+            f"at most: {ceiling.reason}. The first batches show how many help",
             "rule",
         )
     return _measured(machine, request, work, method)

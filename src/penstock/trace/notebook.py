@@ -9,6 +9,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from penstock.planning.plan import label
 from penstock.trace.metrics import WINDOW_S
 from penstock.trace.recorder import Recorder
 from penstock.trace.timeline import Timeline
@@ -29,7 +30,7 @@ def show_loader(dataset: str, plan: Plan, recorder: Recorder | None) -> str:
     lines += [f"Warning: {escape(text)}" for text in plan.warnings]
     lines += [f"Note: {escape(text)}" for text in plan.notes]
     rows = "".join(
-        f"<tr><th>{name}</th><td>{escape(str(choice.value))}</td>"
+        f"<tr><th>{label(name)}</th><td>{escape(str(choice.value))}</td>"
         f"<td>{choice.source}</td><td>{escape(choice.reason)}</td></tr>"
         for name, choice in plan.choices.items()
     )

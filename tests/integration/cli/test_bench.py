@@ -114,6 +114,7 @@ def test_a_script_s_loader_is_measured_with_its_batches(tmp_path: Path) -> None:
     done = command_line.invoke(*words)
     assert done.exit_code == 0, done.output
     assert "Recommended: DataLoader(..., batch_size=16, num_workers=0)" in done.output
+    assert "without a training step" in " ".join(done.output.split())  # unlike the plan
     assert json.loads(out.read_text())["batch_size"] == 16
 
 

@@ -55,7 +55,7 @@ def test_a_loader_that_has_not_run_shows_its_plan() -> None:
     shown = Elements(DataLoader(range(8))._repr_html_())  # type: ignore[arg-type]
     assert "Bottleneck" not in shown.text
     assert "recorded" not in shown.text
-    assert "start_method" in shown.text
+    assert "start method" in shown.text
     assert "iframe" not in shown.tags
 
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.machine.facts import Gpu, Machine
 from penstock.planning.decisions import choose_start_method, make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
-from penstock.planning.plan import Choice
+from penstock.planning.plan import Choice, label
 
 pytestmark = pytest.mark.legacy
 
@@ -117,8 +117,7 @@ def test_prefetch_that_was_given_is_obeyed_and_else_measured() -> None:
     given = make_plan(box(), LoaderRequest(num_workers=2, prefetch_factor=3), Workload())
     assert given.prefetch_factor == Choice(3, "prefetch_factor was given", "asked")
     assert (
-        make_plan(box(), LoaderRequest(num_workers=2), Workload()).prefetch_factor.source
-        == "measured"
+        make_plan(box(), LoaderRequest(num_workers=2), Workload()).prefetch_factor.source == "rule"
     )
     assert make_plan(box(), LoaderRequest(num_workers=0), Workload()).prefetch_factor.value == 0
 
@@ -171,8 +170,11 @@ def test_a_plan_reads_as_a_table_with_every_reason_and_turns_into_json() -> None
     )
     text = str(plan)
     for name, choice in plan.choices.items():
-        assert name in text
+        assert label(name) in text
         assert choice.reason in text
+    assert {name for name in plan.choices if label(name) != name} == {
+        *("start_method", "threads_per_worker", "slot_memory")  # no arguments of DataLoader
+    }
     assert "warning: " in text
     assert json.loads(json.dumps(plan.to_dict()))["num_workers"]["value"] == 2
 

@@ -17,7 +17,7 @@ from penstock.cli.doctor.gpu_copies import copy_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.planning.plan import Problem
+from penstock.planning.plan import Problem, label
 from penstock.planning.quantities import duration, size
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def print_report(console: Console, findings: DoctorFindings) -> None:
         print_section(console, "Convolutions", convolution_rows(findings.convolutions))
     choices = {name: value for name, value in findings.plan.items() if isinstance(value, dict)}
     rows = [
-        (name, f"{choice['value']}  ({choice['source']}: {choice['reason']})")
+        (label(name), f"{choice['value']}  ({choice['source']}: {choice['reason']})")
         for name, choice in choices.items()
     ]
     print_section(console, "Plan", rows)
@@ -95,8 +95,8 @@ def _machine_rows(findings: DoctorFindings) -> Iterable[tuple[str, str]]:
     if findings.seen_by_torch is not None:
         names = [gpu.name for gpu in findings.seen_by_torch]
         yield "torch can use", ", ".join(names) or "no GPU"
-    settled = "already set" if machine.is_start_method_set else "default"
-    yield "start method", f"{machine.start_method} ({settled})"
+    how = "as was set" if machine.is_start_method_set else "by default"
+    yield "multiprocessing", f"{machine.start_method} {how}; Penstock's workers: see the plan"
     if machine.environment:
         texts = [f"{name}={value}" for name, value in machine.environment.items()]
         yield "environment", ", ".join(texts)
