@@ -193,21 +193,28 @@ def test_more_workers_than_cores_is_warned_about_as_torch_warns() -> None:
 TOO_MANY = """
 import os, sys, warnings
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from penstock import DataLoader
+import torch.utils.data
+import penstock
+count = int(sys.argv[1])
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
-    loader = DataLoader(range(4), num_workers=int(sys.argv[1]))
+    if sys.argv[2] == "swap":
+        loader = penstock.DataLoader(range(4), num_workers=count)
+    else:  # as by: penstock run --workers
+        penstock.patch(num_workers=count)
+        loader = torch.utils.data.DataLoader(range(4))
     assert len([*loader, *loader]) == 8
 print(sum("This DataLoader will create" in str(one.message) for one in seen))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="sets the usable cores")
+@pytest.mark.parametrize("way", ["swap", "patch"])
 @pytest.mark.parametrize(("num_workers", "num_warnings"), [("2", "1"), ("1", "0")])
 def test_more_workers_than_cores_are_warned_about_once(
-    num_workers: str, num_warnings: str, tmp_path: Path
+    num_workers: str, num_warnings: str, way: str, tmp_path: Path
 ) -> None:
-    result = scripts.run(TOO_MANY, tmp_path, num_workers)
+    result = scripts.run(TOO_MANY, tmp_path, num_workers, way)
     assert result.stdout.strip() == num_warnings, result.stderr
 
 

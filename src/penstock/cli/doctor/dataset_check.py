@@ -71,8 +71,8 @@ class DatasetCheck:
         self.results.save(held_generators=[_held(*generator) for generator in generators])
         self.results.save(**samples.try_ends())
         self.results.save(**samples.try_twice())
+        self._save_plan(samples, length)  # before the batch, which may reach the time limit
         self._try_batch(samples.good if travels else [])
-        self._save_plan(samples, length)
 
     # -- properties --------------------------------------------------------------------------------
 
