@@ -30,7 +30,7 @@ from penstock.trace.record import Kind, span
 _MAPPED_BYTES = 1 << 30
 """Blocks that a process keeps mapped. They take address space, not memory."""
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.0005, 0.01
-_START_LIMIT_S = 60.0
+_START_LIMIT_S, _START_POLL_S = 60.0, 0.005
 _MAX_TRIES = 16
 """How often a block can vanish between its arrival and its mapping."""
 
@@ -78,7 +78,7 @@ class BlockFiles:
                         likely="the cache folder is not writable, or the machine is overloaded.",
                         remedy="Packed(..., cache_folder='/another/folder')",
                     )
-                time.sleep(0.02)
+                time.sleep(_START_POLL_S)
 
     def current_table(self) -> CacheTable:
         """Return the table, the new one if the cache folder was removed since."""

@@ -27,7 +27,7 @@ import numpy as np
 from penstock.sources.array_files import map_shared
 from penstock.sources.remote.block_layout import BlockLayout
 
-TABLE, LOCK = "table", "downloader.lock"
+TABLE = "table"
 FOLDERS = BLOCKS, TAILS, ORDERS, ERRORS = "blocks", "tails", "orders", "errors"
 START_ERROR = "downloader-error"
 ABSENT, PRESENT, FAILED = 0, 1, 2

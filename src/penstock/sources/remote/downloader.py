@@ -31,16 +31,15 @@ import numpy as np
 
 from penstock.sources.checksums import BLOCK_BYTES as UNIT_BYTES
 from penstock.sources.checksums import block_checksums, file_checksum
-from penstock.sources.file_locks import lock_file, unlock_file
+from penstock.sources.file_locks import unlock_file
 from penstock.sources.manifest import MANIFEST
 from penstock.sources.remote.address import without_secrets
-from penstock.sources.remote.block_layout import BlockLayout, read_layout
+from penstock.sources.remote.block_layout import BLOCK_BYTES, BlockLayout, read_layout
 from penstock.sources.remote.cache_table import (
     ABSENT,
     BLOCKS,
     FAILED,
     FOLDERS,
-    LOCK,
     ORDERS,
     PRESENT,
     START_ERROR,
@@ -51,6 +50,7 @@ from penstock.sources.remote.cache_table import (
 )
 from penstock.sources.remote.object_list import OBJECTS
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore, store_manifest
+from penstock.sources.remote.set_locks import lock_set
 from penstock.sources.remote.use_order import (
     NEVER,
     PlannedFetch,
@@ -63,14 +63,17 @@ from penstock.trace.record import now_ns
 
 NUM_REQUESTS = 32
 """Requests at the same time."""
-_FIRST_REQUESTS = 4
-"""Requests at the same time at first. Each that succeeds allows one more, so that on a slow network
-the first blocks do not arrive together with the last."""
+_FIRST_BLOCKS = 4
+"""Whole blocks requested at the same time at first, or smaller ones with as many bytes. Each that
+succeeds allows one more, so that on a slow network the first do not arrive together with the last.
+"""
 _FOR_WISHES = 8
 """More requests, for blocks that a reader waits for while others are fetched ahead."""
 _FOR_CHECKS = 8
 """Requests for checksums, beside those for the blocks that they belong to."""
 _BUSY_POLL_S, _IDLE_POLL_S = 0.002, 0.02
+_NEW_S = 2.0
+"""How long a new downloader polls as if it were busy: it was started for a reader."""
 _IDLE_LIMIT_S = 60.0
 _LOOK_AHEAD = 4096
 """Uses examined in each turn, for each reader."""
@@ -152,7 +155,7 @@ class Downloader:
         self._orders: dict[int, _PublishedOrder] = {}
         self._granted: dict[int, float] = {}
         self._failed_s: dict[int, float] = {}
-        self._num_allowed = _FIRST_REQUESTS
+        self._num_allowed = _FIRST_BLOCKS
         self._planned: tuple[float, ...] = ()
         """The situation that was planned for last."""
         self._seen_s = time.monotonic()
@@ -247,8 +250,9 @@ class Downloader:
 
     def _read_ahead(self, readers: list[np.void]) -> bool:
         """Begin to fetch the blocks that come next, the nearest of all readers first."""
-        num_free = min(self._num_allowed, NUM_REQUESTS) - len(self._in_flight)
-        if num_free <= 0 or not readers:
+        sizes, num_free = self._layout.block_bytes, NUM_REQUESTS - len(self._in_flight)
+        left = self._num_allowed * BLOCK_BYTES - int(sizes[list(self._in_flight)].sum())
+        if left <= 0 or num_free <= 0 or not readers:
             return False
         has_begun = False
         for fetch in self._plan(readers):
@@ -258,8 +262,9 @@ class Downloader:
             if not all(self._evict(victim) for victim in fetch.victims):
                 continue
             self._begin(fetch.block, is_wish=False)
+            left -= int(sizes[fetch.block])
             num_free, has_begun = num_free - 1, True
-            if not num_free:
+            if left <= 0 or not num_free:
                 break
         return has_begun
 
@@ -551,15 +556,6 @@ def main(arguments: str, folder: str, turn: str) -> None:
         serve(options, folder, int(turn))
 
 
-def lock_set(options: dict[str, Any], folder: str) -> bool:
-    """Become the downloader of a set. Returns False if another process is."""
-    for path in (options["root"], folder):  # again, if the user has removed them
-        os.makedirs(path, mode=0o700, exist_ok=True)
-    return lock_file(
-        os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o600), waits=False
-    )
-
-
 def serve(options: dict[str, Any], folder: str, turn: int | None) -> None:
     """Download until no reader needs it, then end the process."""
     try:
@@ -584,7 +580,7 @@ def _run(options: dict[str, Any], folder: str, turn: int | None) -> None:
 
     store = ObjectStore(options["url"], options["timeout_s"] / 2, note_retry)
     downloader = Downloader(store, layout, table, options["max_bytes"], options["ahead_bytes"])
-    next_check_s = 0.0
+    next_check_s, new_until_s = 0.0, time.monotonic() + _NEW_S
     downloader.turn()  # the first heartbeat, so that others see it
     if turn is not None:
         unlock_file(turn)
@@ -594,6 +590,7 @@ def _run(options: dict[str, Any], folder: str, turn: int | None) -> None:
             next_check_s = time.monotonic() + 0.5
             if not _has_parent(options["parent"]) or not table.is_current():
                 break
+        is_busy |= time.monotonic() < new_until_s
         time.sleep(_BUSY_POLL_S if is_busy else _IDLE_POLL_S)
     table.header["beat"] = 0.0
 

@@ -11,7 +11,6 @@ Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -19,24 +18,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import StorageFailed
 from penstock.machine.child_process import ChildProcess, python_command
-from penstock.sources.file_locks import lock_file
 from penstock.sources.remote.object_list import ObjectEntry, ObjectList
+from penstock.sources.remote.set_locks import PAUSE_S, turn_to_start
 
 _log = logging.getLogger("penstock")
 _PACKAGE = "penstock.sources.remote"
-_PAUSE_S = 2.0
-"""Time between two starts for one set."""
-_STARTING_S = 60.0
-"""How long a downloader can take to start before another one is tried."""
 _QUIET_S = 2.0
 """How long a set can take to open before the reason is logged."""
-START_LOCK = "start.lock"
-"""Has the number of starts so far. Its time of change is that of the last one."""
 _children: list[tuple[int, subprocess.Popen[bytes]]] = []
 """Downloaders and the processes that started them. A forked process has those of its parent too."""
 _mutex = threading.Lock()
@@ -74,7 +67,7 @@ class DownloaderStarter:
         """Start a downloader, unless one is being started. Does not wait for it."""
         with _mutex:
             now_s = time.monotonic()
-            if self._last_s and now_s - self._last_s < _PAUSE_S:
+            if self._last_s and now_s - self._last_s < PAUSE_S:
                 return
             self._last_s = now_s
             with turn_to_start(self.folder) as turn:
@@ -96,26 +89,6 @@ class DownloaderStarter:
                     command, stdin=nothing, stdout=nothing, stderr=nothing, **options
                 )
                 _children.append((os.getpid(), child))
-
-
-@contextlib.contextmanager
-def turn_to_start(folder: str) -> Iterator[int | None]:
-    """Yield the locked file of the process that may start a downloader now, None in others."""
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    turn = os.open(os.path.join(folder, START_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        has_lock, found = lock_file(turn, waits=False), os.fstat(turn)
-        limit_s = _PAUSE_S if has_lock else _STARTING_S
-        if found.st_size and 0 <= time.time() - found.st_mtime < limit_s:
-            yield None
-            return
-        os.lseek(turn, 1, os.SEEK_SET)  # Windows has locked the first byte
-        number = int(os.read(turn, 20) or 0) + 1
-        os.lseek(turn, 1, os.SEEK_SET)
-        os.write(turn, str(number).encode())
-        yield turn
-    finally:
-        os.close(turn)
 
 
 def open_set(url: str, options: CacheOptions) -> str:

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 OBJECTS = "objects.json"
@@ -102,6 +101,8 @@ def find_objects(store: Any, names: Iterable[str]) -> list[list[ObjectEntry] | N
             for one in sorted(store.list_folder(folder))
             if fnmatch.fnmatchcase(one.name.rpartition("/")[2], pattern)
         ]
+
+    from concurrent.futures import ThreadPoolExecutor  # on first use: opening a set needs none
 
     with ThreadPoolExecutor(_AT_ONCE, "penstock-list") as pool:
         return list(pool.map(find, names))

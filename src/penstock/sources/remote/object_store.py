@@ -9,11 +9,9 @@ used, and its credentials where boto3 is installed.
 
 from __future__ import annotations
 
-import configparser
 import hashlib
 import importlib.util
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -178,6 +176,8 @@ class ObjectStore:
                     deadline_s = min(deadline_s, start_s + _CREDENTIALS_S)
                 if is_final or now_s + pause_s > deadline_s:
                     raise failed from None
+            import random  # on first use, after a fault
+
             self._note_retry(failed.facts["what"])
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -251,10 +251,13 @@ class ObjectStore:
 
 
 def store_manifest(
-    options: dict[str, Any], note_retry: Callable[[str], None] = lambda why: None
+    options: dict[str, Any],
+    note_retry: Callable[[str], None] = lambda why: None,
+    before_request: Callable[[], None] = lambda: None,
 ) -> str:
     """Fetch the manifest of a set into the cache. Returns the set's folder there."""
     store = ObjectStore(options["url"], options["timeout_s"] / 2, note_retry)
+    before_request()
     content = store.read(_MANIFEST)
     folder = os.path.join(options["root"], hashlib.sha256(content).hexdigest()[:32])
     part = os.path.join(folder, f"{_MANIFEST}.{os.getpid()}")
@@ -322,6 +325,8 @@ def find_endpoint() -> str:
 
 def _read_profile() -> Mapping[str, str]:
     """Return the settings of the user's profile in ``~/.aws/config``."""
+    import configparser  # on first use: it takes as long as obstore
+
     config = configparser.RawConfigParser()
     with suppress(OSError, configparser.Error, UnicodeDecodeError):
         config.read(_aws_file("AWS_CONFIG_FILE", "config"), encoding="utf-8")

@@ -1,7 +1,8 @@
 """Finds the files of a set in object storage: the first requests, in a process of their own.
 
 The process that fetches the manifest of a packed set becomes its downloader, unless there is one.
-NumPy and the rest of the downloader are imported while the manifest is on its way.
+NumPy and the rest of the downloader are imported while the manifest is on its way. The program gets
+its answer before that import ends.
 
 Tested by ``tests/integration/sources/remote/test_remote_sets.py``.
 """
@@ -19,7 +20,10 @@ from typing import Any
 from penstock.sources.remote.address import without_secrets
 from penstock.sources.remote.object_list import find_objects
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore, store_manifest
+from penstock.sources.remote.set_locks import lock_set, turn_to_start
 
+_SWITCH_S = 0.0005
+"""How long the import can keep the thread waiting that has the answer."""
 _printing = threading.Lock()
 
 
@@ -27,23 +31,24 @@ def open_set(arguments: str) -> None:
     """Fetch the manifest, print the set's folder, and become its downloader if it has none."""
     options = json.loads(arguments)
     importing = threading.Thread(
-        target=importlib.import_module, args=("penstock.sources.remote.downloader",)
+        target=importlib.import_module, args=("penstock.sources.remote.downloader",), daemon=True
     )
-    importing.start()
-    answer = _answer(options, lambda: {"folder": store_manifest(options, _tell)})
-    importing.join()
-    from penstock.sources.remote.downloader import lock_set, serve
-    from penstock.sources.remote.downloader_start import turn_to_start
-
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    answer = _answer(options, lambda: {"folder": store_manifest(options, _tell, importing.start)})
     folder = answer.get("folder", "")
     answer["stays"] = stays = bool(folder) and lock_set(options, folder)
     if not stays:
         _print(answer)
-        return
+        os._exit(0)  # without waiting for the import
     with turn_to_start(folder) as turn:
         _print(answer)
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, sys.stdout.fileno())  # closes the program's pipe
+        importing.join()
+        sys.setswitchinterval(usual_s)
+        from penstock.sources.remote.downloader import serve
+
         serve(options, folder, turn)
 
 

@@ -323,3 +323,15 @@ def test_a_full_disk_frees_blocks_and_an_empty_cache_names_the_folder(
     assert cache.reader.state[5] == FAILED
     assert "No space left" in cache.reader.read_error(5)["what"]
     assert str(cache.folder) in cache.reader.read_error(5)["what"]
+
+
+@pytest.mark.parametrize(("whole_bytes", "num_begun"), [(BLOCK_BYTES, NUM_FILES), (64 << 10, 4)])
+def test_small_files_are_requested_at_once_and_whole_blocks_a_few_at_a_time(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, whole_bytes: int, num_begun: int
+) -> None:
+    monkeypatch.setattr("penstock.sources.remote.downloader.BLOCK_BYTES", whole_bytes)
+    cache.publish(list(range(NUM_FILES)))
+    cache.downloader.turn()
+    assert cache.reader.counters()["used_bytes"] == num_begun * len(CONTENT[0])
+    cache.settle()
+    assert len(cache.present) == NUM_FILES
