@@ -662,23 +662,39 @@ def version_skew(cluster: Cluster) -> dict[str, Any]:
 
 
 def driver_killed(cluster: Cluster) -> dict[str, Any]:
-    """Kill a second driver while it loads, and wait until its actors and workers are gone."""
+    return end_driver(cluster, signal.SIGKILL)
+
+
+def driver_interrupted(cluster: Cluster) -> dict[str, Any]:
+    return end_driver(cluster, signal.SIGINT)
+
+
+def end_driver(cluster: Cluster, number: signal.Signals) -> dict[str, Any]:
+    """Send a signal to a second driver that loads. Wait until its actors and workers are gone."""
     command = [sys.executable, "-m", "support.ray_scenarios", DRIVE, cluster.address]
     before = set(actor_pids(os.environ[MARK]))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as driver:
         assert driver.stdout is not None
         said = driver.stdout.readline()
         started = set(actor_pids(os.environ[MARK])) - before
-        driver.kill()
+        driver.send_signal(number)
+        try:
+            _, errors = driver.communicate(timeout=LIMIT_S)
+        finally:
+            driver.kill()
     limit = time.monotonic() + LIMIT_S
     while started & set(actor_pids(os.environ[MARK])) and time.monotonic() < limit:
         time.sleep(0.2)
     left = [text for pid, text in actor_pids(os.environ[MARK]).items() if pid in started]
-    return {"said": said, "num_started": len(started), "left": left}
+    is_interrupted = "KeyboardInterrupt" in errors
+    found = {"said": said, "num_started": len(started), "left": left}
+    return {**found, "is_interrupted": is_interrupted, "code": driver.returncode}
 
 
 def drive(address: str) -> None:
     """Load without end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have ignored it
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     loader = make(Images(pause_s=0.05), num_workers=1, persistent_workers=True)
     while True:
@@ -860,7 +876,7 @@ def slow_link(cluster: Cluster) -> dict[str, Any]:
 
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
-    *(local_path, full, mixed, mixed_auto, late_node, driver_killed),
+    *(local_path, full, mixed, mixed_auto, late_node, driver_killed, driver_interrupted),
     *(version_skew, packing, copies, ranks, rank_processes, killed),  # these add nodes
 ]
 

@@ -208,11 +208,13 @@ def test_other_versions_on_a_node_are_named(found: Findings) -> None:
     assert "has NumPy 0.1 instead of" in error
 
 
-def test_a_killed_driver_leaves_nothing_on_the_nodes(found: Findings) -> None:
-    loaded = found("driver_killed")
+@pytest.mark.parametrize("scenario", ["driver_killed", "driver_interrupted"])
+def test_a_driver_that_ends_leaves_nothing_on_the_nodes(found: Findings, scenario: str) -> None:
+    loaded = found(scenario)
     assert loaded["said"] == "loading\n"
     assert loaded["num_started"] == 3  # an actor, its fork server and its worker
     assert loaded["left"] == []
+    assert loaded["is_interrupted"] == (scenario == "driver_interrupted")
 
 
 def test_packing_on_a_cluster_that_loses_a_node_gives_the_same_bytes(found: Findings) -> None:
