@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.engine.parent.pools import Pool
 
-FIRST_POLL_S, LAST_POLL_S = 0.002, 0.02
+FIRST_POLL_S, LAST_POLL_S = 0.005, 0.05
 """How often remote workers are asked for replies while nothing arrives, at first and later. Each
 time costs a fraction of a millisecond."""
 WINDOW_S = 2.0
