@@ -19,8 +19,10 @@ CAUSES = (
 )
 NOTHING_LOST = 0.10
 """A training loop that waits for less than this share of its time is limited by its own step."""
-MIN_BATCHES = 4
-"""With fewer batches, most were prefetched while the workers started."""
+MIN_BATCHES, MIN_S = 20, 1.0
+"""Shorter runs are not judged: most batches were prefetched while the workers started."""
+MIN_BATCHES_OF_WINDOW = 4
+"""For a window of a longer run, which may hold few batches because they take seconds."""
 STARTUP_SHARE, LONG_START_S = 0.5, 20.0
 MANY_FAULTS, LOW_MEMORY = 1000, 0.03
 """Thresholds for memory pressure: number of major page faults, and share of free memory."""
@@ -62,15 +64,21 @@ class Diagnosis:
 
 
 def diagnose(
-    account: Account, facts: dict[str, Any], predict: Predict = lambda _: None
+    account: Account,
+    facts: dict[str, Any],
+    predict: Predict = lambda _: None,
+    *,
+    min_batches: int = MIN_BATCHES,
 ) -> Diagnosis:
     """Find the bottleneck of a run.
 
     Example:
-        >>> diagnose(Account(num_batches=9, steady_s=1.0, step_s=0.98, stall_s=0.02), {}).cause
+        >>> diagnose(Account(num_batches=90, steady_s=1.0, step_s=0.98, stall_s=0.02), {}).cause
         'step'
+        >>> print(diagnose(Account(num_batches=9, steady_s=0.1, step_s=0.1), {}).sentence)
+        Too short to judge: 9 batches in 0.1 s after start-up.
     """
-    return _CauseSearch(account, facts, predict).search()
+    return _CauseSearch(account, facts, predict).search(min_batches)
 
 
 def wait_for_others(run: Account, facts: dict[str, Any]) -> float:
@@ -116,7 +124,7 @@ class _CauseSearch:
         copy_share = run.share(run.copy_s)
         self.are_copies_unseen = run.gpu_s > 0 and run.copy_s > self.loading_s and copy_share > 0.5
 
-    def search(self) -> Diagnosis:
+    def search(self, min_batches: int) -> Diagnosis:
         run = self.run
         if not run.num_batches and self.facts.get("is_off") is True:
             return Diagnosis(
@@ -124,12 +132,8 @@ class _CauseSearch:
                 sentence="Nothing was recorded: tracing is off (trace=False or PENSTOCK_TRACE=0).",
                 remedy="DataLoader(..., trace=True), with PENSTOCK_TRACE unset",
             )
-        if run.num_batches < MIN_BATCHES or run.steady_s <= 0:
-            named = {0: "No batch was", 1: "One batch was"}
-            counted = named.get(run.num_batches, f"{run.num_batches:,} batches were")
-            return Diagnosis(
-                cause="nothing", sentence=f"{counted} delivered: too few for a diagnosis."
-            )
+        if run.num_batches < min_batches or run.steady_s < MIN_S:
+            return self._start_up() or self._too_short()
         return (
             self._memory()
             or self._start_up()
@@ -156,14 +160,26 @@ class _CauseSearch:
             f"{run.share(run.step_s):.0%}, waiting {waiting}%, copying to the device {copying}%, "
             f"assembling batches {assembling}%"
         )
+        if self.others > OTHERS_HOLD_CORES and cause not in ("decode", "other programs"):
+            waited = f"workers wait {self.queued:.0%} of their time for one"
+            evidence = [*evidence, f"other programs use the cores, and {waited}"]
         if run.startup_s > run.steady_s and cause != "start-up":
             evidence = [*evidence, f"start-up: {run.startup_s:.2f} s until the first batch"]
         return Diagnosis(
             cause=cause,
-            sentence=(waits if cause not in ("step", "start-up") else "") + text,
+            sentence=(waits if cause not in ("step", "start-up", "nothing") else "") + text,
             evidence=(shares, *evidence),
             remedy=remedy,
         )
+
+    def _too_short(self) -> Diagnosis:
+        run = self.run
+        if not run.num_batches:
+            return Diagnosis(cause="nothing", sentence="No batch was delivered.")
+        num_batches = f"{run.num_batches:,} batch{'es' * (run.num_batches > 1)}"
+        text = f"Too short to judge: {num_batches} in {run.steady_s:.2g} s after start-up."
+        longer = f"a longer run, with at least {MIN_BATCHES} batches and {MIN_S:.0f} s of loading"
+        return self._say("nothing", text, [], longer)
 
     # -- one check for each cause ----------------------------------------------------------------
 
@@ -190,6 +206,7 @@ class _CauseSearch:
         later_s = run.startup_s - run.first_start_s
         later_steady_s = run.steady_s * num_later / max(1, run.num_passes)
         is_often = later_s > max(0.05 * num_later, later_steady_s)
+        is_often = is_often and run.startup_s + run.steady_s >= MIN_S
         if share < STARTUP_SHARE or not (is_often or run.startup_s >= LONG_START_S):
             return None  # one start-up in a short run says nothing about a long run
         first = "the first batch"

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.machine.host import io_bytes
 from penstock.trace.accounting import account_spans
-from penstock.trace.diagnosis import Diagnosis, diagnose
+from penstock.trace.diagnosis import MIN_BATCHES_OF_WINDOW, Diagnosis, diagnose
 from penstock.trace.record_columns import Columns
 from penstock.trace.recorder import Recorder
 from penstock.trace.span_table import SpanTable, batch_keys, tabulate_records, took_ns
@@ -142,7 +142,7 @@ def make_metrics(records: Mapping[str, Any], counts: Mapping[str, Any]) -> Metri
         wait_share=run.share(run.stall_s + run.loading_s),
         step_share=run.share(run.step_s),
         num_ready=table.num_ready,
-        verdict=diagnose(run, table.facts),
+        verdict=diagnose(run, table.facts, min_batches=MIN_BATCHES_OF_WINDOW),
         is_off=table.facts.get("is_off") is True,
     )
 

@@ -21,7 +21,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     paths = []
     for name, workers in (("slow", 1), ("quick", 4)):
         path = tmp_path / f"{name}.json.gz"
-        Timeline(synthetic_traces.make_records(num_workers=workers, num_batches=60)).save(path)
+        Timeline(synthetic_traces.make_records(num_workers=workers, num_batches=240)).save(path)
         paths.append(str(path))
     return paths[0], paths[1]
 
@@ -67,7 +67,7 @@ def test_where_there_are_no_blocks_it_is_drawn_without(
 def test_show_for_a_program_is_json(files: tuple[str, str]) -> None:
     content = json.loads(penstock("show", files[0], "--json").output)
     assert content["verdict"]["cause"] == "decode"
-    assert content["account"]["num_batches"] == 60
+    assert content["account"]["num_batches"] == 240
 
 
 @pytest.mark.parametrize("name", ["out.html", "out.perfetto.json.gz", "out.json"])
@@ -116,7 +116,7 @@ train = DataLoader([torch.zeros(4)] * 64, batch_size=4)
 valid = DataLoader([torch.zeros(4)] * 16, batch_size=4)
 for _ in range(2):
     for batch in train:
-        time.sleep(0.01)
+        time.sleep(0.04)
 for batch in valid:
     pass
 """
@@ -201,7 +201,7 @@ def test_a_run_too_short_for_the_noise_is_refused(files: tuple[str, str], tmp_pa
     Timeline(synthetic_traces.make_records(num_batches=12)).save(short)
     done = penstock("compare", files[0], str(short), "--fail-if", "slower:5%")
     assert done.exit_code == 2
-    assert "60 and 12" in done.output
+    assert "240 and 12" in done.output
     assert penstock("compare", files[0], str(short)).exit_code == 0
 
 
@@ -210,7 +210,7 @@ import sys, time
 from torch.utils.data import DataLoader
 class Slow:
     def __len__(self):
-        return 60
+        return 140
     def __getitem__(self, index):
         time.sleep(float(sys.argv[1]))
         return index

@@ -8,16 +8,18 @@ import pytest
 
 from penstock import Timeline
 from penstock.trace.accounting import Account, WorkerAccount
-from penstock.trace.diagnosis import CAUSES, diagnose
+from penstock.trace.diagnosis import CAUSES, MIN_BATCHES_OF_WINDOW, Diagnosis, diagnose
 from penstock.trace.record import Kind, Record
 from penstock.trace.recorder import merge_records
 from support import synthetic_traces
 
 pytestmark = pytest.mark.legacy
 
+NUM_BATCHES = 240  # over a second
+
 
 def cause_of(**changes: Any) -> str:
-    return Timeline(synthetic_traces.make_records(num_batches=60, **changes)).verdict.cause
+    return Timeline(synthetic_traces.make_records(num_batches=NUM_BATCHES, **changes)).verdict.cause
 
 
 def test_workers_that_compute_are_decoding() -> None:
@@ -32,7 +34,7 @@ def test_workers_that_wait_are_reading() -> None:
 
 def test_workers_that_wait_for_object_storage() -> None:
     def verdict(share: float, **network: Any) -> Any:
-        records = synthetic_traces.make_records(num_batches=60, cpu_share=0.05)
+        records = synthetic_traces.make_records(num_batches=NUM_BATCHES, cpu_share=0.05)
         records["facts"]["network"] = network
         for lane in records["lanes"][1:]:
             for span in [span for span in lane["spans"] if span.kind == Kind.LEASE]:
@@ -51,10 +53,10 @@ def test_workers_that_wait_for_object_storage() -> None:
 
 def test_the_parts_of_the_waiting_add_up_as_shown() -> None:
     times = {"step_s": 0.032, "loading_s": 0.864, "deliver_s": 0.104}
-    found = diagnose(Account(num_batches=9, steady_s=1.0, **times), {})
+    found = diagnose(Account(num_batches=90, steady_s=1.0, **times), {})
     assert found.sentence.startswith("The training loop waits 96% of the time")
     assert "waiting 86%, copying to the device 0%, assembling batches 10%" in found.evidence[0]
-    one_part = Account(num_batches=9, steady_s=1.0, step_s=0.032, loading_s=0.968)
+    one_part = Account(num_batches=90, steady_s=1.0, step_s=0.032, loading_s=0.968)
     assert diagnose(one_part, {}).sentence.startswith("The training loop waits 97% of the time")
 
 
@@ -65,7 +67,7 @@ def test_a_long_way_to_the_device() -> None:
 
 def test_copies_that_only_the_device_sees() -> None:
     def with_device(copy_share: float, gpu_share: float) -> Timeline:
-        records = synthetic_traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=20.0)
+        records = synthetic_traces.make_records(num_batches=NUM_BATCHES, fetch_ms=1.0, step_ms=20.0)
         main = records["lanes"][0]["spans"]
         for span in [span for span in main if span.kind == Kind.BATCH]:
             start, step = span.end_ns, 20 * synthetic_traces.MS
@@ -87,7 +89,7 @@ def test_copies_that_only_the_device_sees() -> None:
 
 def test_a_loop_that_waits_ahead_of_a_busy_gpu_is_not_told_that_batches_are_ready() -> None:
     def sentence(**seconds: float) -> str:
-        return diagnose(Account(num_batches=9, steady_s=1.0, **seconds), {}).sentence
+        return diagnose(Account(num_batches=90, steady_s=1.0, **seconds), {}).sentence
 
     ahead = sentence(step_s=0.4, stall_s=0.6, gpu_s=0.95)
     assert "ready" not in ahead
@@ -140,7 +142,10 @@ def test_a_start_in_every_epoch() -> None:
         starts = (1_000.0, 11_000.0, 21_000.0)
         return Timeline(
             merge_records(
-                [synthetic_traces.make_records(start_ms=start_ms, at_ms=start) for start in starts]
+                [
+                    synthetic_traces.make_records(num_batches=45, start_ms=start_ms, at_ms=start)
+                    for start in starts
+                ]
             )
         )
 
@@ -162,7 +167,7 @@ def test_a_start_that_is_paid_once_says_nothing_about_more_epochs() -> None:
 @pytest.mark.parametrize(("in_order", "is_proposed"), [(True, True), (False, False)])
 def test_whoever_waits_for_one_worker_is_told_not_to(in_order: bool, is_proposed: bool) -> None:
     records = synthetic_traces.make_records(
-        num_batches=60, num_workers=4, slow_worker=2, in_order=in_order
+        num_batches=NUM_BATCHES, num_workers=4, slow_worker=2, in_order=in_order
     )
     assert ("in_order=False" in Timeline(records).verdict.remedy) is is_proposed
 
@@ -199,13 +204,15 @@ def test_cores_that_others_hold_are_not_blamed_on_decoding(
 
 
 def test_what_more_workers_would_bring_is_a_sentence() -> None:
-    verdict = Timeline(synthetic_traces.make_records(num_batches=60, num_workers=1)).verdict
+    verdict = Timeline(
+        synthetic_traces.make_records(num_batches=NUM_BATCHES, num_workers=1)
+    ).verdict
     assert "in the workers. 8 workers instead of 1 would raise the rate" in verdict.sentence
     assert any(line.startswith("1 worker,") for line in verdict.evidence)
 
 
 def with_collating(share: float) -> dict[str, Any]:
-    records = synthetic_traces.make_records(num_batches=60)
+    records = synthetic_traces.make_records(num_batches=NUM_BATCHES)
     for lane in records["lanes"][1:]:
         for span in list(lane["spans"])[1:]:
             start = int(span.end_ns - (span.end_ns - span.start_ns) * share)
@@ -219,7 +226,7 @@ def test_collating_that_takes_most_of_the_time() -> None:
 
 
 def test_pages_that_come_back_from_the_disk() -> None:
-    records = synthetic_traces.make_records(num_batches=60)
+    records = synthetic_traces.make_records(num_batches=NUM_BATCHES)
     last = records["lanes"][1]["spans"][-1].end_ns
     records["lanes"][1]["spans"].append(Record(Kind.MEMORY, "", last, last, a=1000, b=100))
     assert Timeline(records).verdict.cause == "decode"
@@ -247,15 +254,48 @@ def test_without_workers_the_training_process_loads() -> None:
     assert "8 workers would raise the rate from 0 to 500 samples/s" in verdict.sentence
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_too_few_batches_say_nothing(count: int) -> None:
-    verdict = Timeline(synthetic_traces.make_records(num_batches=count)).verdict
-    assert verdict.cause == "nothing"
-    assert "too few" in verdict.sentence
+def test_a_run_that_is_too_short_is_not_judged() -> None:
+    def verdict(num_batches: int, fetch_ms: float) -> Diagnosis:
+        records = synthetic_traces.make_records(num_batches=num_batches, fetch_ms=fetch_ms)
+        return Timeline(records).verdict
+
+    assert verdict(0, 20.0).sentence == "No batch was delivered."
+    for num_batches, fetch_ms in ((1, 20.0), (19, 200.0), (60, 20.0)):  # too few, too few, 0.6 s
+        short = verdict(num_batches, fetch_ms)
+        assert short.cause == "nothing"
+        assert short.sentence.startswith(f"Too short to judge: {num_batches} batch")
+        assert "at least 20 batches and 1 s" in short.remedy
+    assert "waiting" in short.evidence[0]
+    for num_batches, fetch_ms in ((20, 200.0), (120, 20.0)):  # the same program, longer
+        assert verdict(num_batches, fetch_ms).cause == "decode"
+
+
+def test_a_window_of_a_longer_run_may_hold_few_batches() -> None:
+    few = idle(num_batches=5, steady_s=30.0, stall_s=1.0, step_s=29.0)
+    assert diagnose(few, {}, min_batches=MIN_BATCHES_OF_WINDOW).cause == "step"
+    assert diagnose(few, {}).cause == "nothing"
+
+
+def test_a_short_run_with_many_start_ups_is_judged() -> None:
+    def cause(startup_s: float) -> str:
+        starts = {"num_passes": 6, "startup_s": startup_s, "first_start_s": startup_s / 6}
+        return diagnose(idle(num_batches=12, steady_s=0.1, **starts), {}).cause
+
+    assert cause(3.0) == "start-up"
+    assert cause(0.6) == "nothing"
+
+
+@pytest.mark.parametrize(("queued_s", "num_lines"), [(0.3, 1), (0.01, 0)])
+def test_a_verdict_from_a_busy_machine_says_so(queued_s: float, num_lines: int) -> None:
+    worker = WorkerAccount(number=0, fetch_s=0.5, cpu_s=0.2, queued_s=queued_s, row_s=0.01)
+    verdict = diagnose(idle(workers=(worker,), stall_s=0.02, step_s=0.2, total_s=1.0), {"cores": 8})
+    assert verdict.cause == "step"
+    lines = [line for line in verdict.evidence if line.startswith("other programs use the cores")]
+    assert len(lines) == num_lines
 
 
 def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
-    verdict = Timeline(synthetic_traces.make_records(num_batches=60)).verdict
+    verdict = Timeline(synthetic_traces.make_records(num_batches=NUM_BATCHES)).verdict
     assert verdict.cause in CAUSES
     assert "%" in verdict.sentence
     assert "8 workers instead of 2 would raise the rate" in verdict.sentence
@@ -265,7 +305,7 @@ def test_a_verdict_has_numbers_evidence_and_a_line_to_paste() -> None:
 
 def test_workers_of_loaders_that_ran_one_after_the_other_are_not_added_up() -> None:
     def two_loaders(at_ms: float) -> Timeline:
-        first = synthetic_traces.make_records(num_batches=60, num_workers=4)
+        first = synthetic_traces.make_records(num_batches=NUM_BATCHES, num_workers=4)
         second = synthetic_traces.make_records(num_batches=20, num_workers=4, at_ms=at_ms)
         return Timeline(merge_records([first, second]))
 
@@ -277,10 +317,12 @@ def test_workers_of_loaders_that_ran_one_after_the_other_are_not_added_up() -> N
 
 
 def test_a_loop_that_never_waits_is_not_told_what_workers_did_meanwhile() -> None:
-    fast = Timeline(synthetic_traces.make_records(num_batches=60, fetch_ms=1.0, step_ms=30.0))
+    fast = Timeline(
+        synthetic_traces.make_records(num_batches=NUM_BATCHES, fetch_ms=1.0, step_ms=30.0)
+    )
     assert fast.verdict.cause == "step"
     assert not any("while the loop waits" in line for line in fast.verdict.evidence)
-    slow = Timeline(synthetic_traces.make_records(num_batches=60))
+    slow = Timeline(synthetic_traces.make_records(num_batches=NUM_BATCHES))
     assert any("while the loop waits" in line for line in slow.verdict.evidence)
 
 
@@ -306,7 +348,9 @@ def test_no_setting_is_advised_that_is_on_already() -> None:
 @pytest.mark.parametrize("cpu_share", [0.05, 0.95])
 def test_a_loader_that_chooses_its_workers_is_not_told_a_number(cpu_share: float) -> None:
     def verdict(**facts: Any) -> Any:
-        records = synthetic_traces.make_records(num_batches=60, cpu_share=cpu_share, **facts)
+        records = synthetic_traces.make_records(
+            num_batches=NUM_BATCHES, cpu_share=cpu_share, **facts
+        )
         return Timeline(records).verdict
 
     chosen, asked = verdict(is_auto=True), verdict()
@@ -318,7 +362,9 @@ def test_a_loader_that_chooses_its_workers_is_not_told_a_number(cpu_share: float
 def test_tracing_of_samples_is_not_advised_where_it_is_on() -> None:
     def remedy(**facts: Any) -> str:
         slow = dict.fromkeys((20, 41), 40.0)
-        records = synthetic_traces.make_records(num_batches=60, slow=slow, step_ms=11.0, **facts)
+        records = synthetic_traces.make_records(
+            num_batches=NUM_BATCHES, slow=slow, step_ms=11.0, **facts
+        )
         return Timeline(records).verdict.remedy
 
     assert "Tracing(samples=True)" in remedy()

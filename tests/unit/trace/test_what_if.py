@@ -16,7 +16,9 @@ pytestmark = pytest.mark.legacy
 
 
 def trace(**changes: Any) -> Timeline:
-    return Timeline(synthetic_traces.make_records(**{"num_batches": 80, "step_ms": 1.0, **changes}))
+    return Timeline(
+        synthetic_traces.make_records(**{"num_batches": 200, "step_ms": 1.0, **changes})
+    )
 
 
 def test_a_run_imagined_as_it_was_comes_out_as_it_was() -> None:
