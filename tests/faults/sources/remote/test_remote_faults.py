@@ -40,6 +40,7 @@ from support.remote_sets import (
     restart_often,
     table_of,
 )
+from support.s3_servers import needs_rclone, rclone_server
 
 pytestmark = [pytest.mark.remote, pytest.mark.fault, needs_obstore]
 
@@ -83,6 +84,27 @@ def test_faults_that_stay_are_errors_that_name_the_object_and_the_cause(
     assert_same(remote, ours, [0])  # other objects can be read
     fault.times = 0
     assert_same(remote, ours, [NUM_SAMPLES // 2])  # and this one, once the fault is gone
+
+
+@needs_rclone
+@pytest.mark.slow
+def test_a_server_without_ranges_is_named_and_the_remedy_works(
+    remote: RemoteSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(remote.source, tmp_path / "buckets" / "photos" / "set")
+    with rclone_server(tmp_path / "buckets") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        ours = penstock.Packed("s3://photos/set", cache_folder=remote.folder, network_timeout_s=10)
+        with pytest.raises(StorageFailed, match=r"s3://photos/set/\S+, bytes 0 to") as caught:
+            ours[0]
+        assert "ignores ranges" in str(caught.value)
+        assert "penstock pack s3://photos/set FOLDER" in str(caught.value)
+        copy = tmp_path / "copy"
+        command = [sys.executable, "-m", "penstock", "pack", "s3://photos/set", str(copy)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    assert_same(remote, penstock.Packed(copy))
 
 
 @pytest.mark.slow
