@@ -1,7 +1,7 @@
 """Real servers of S3 for tests: SeaweedFS, moto and rclone, each in a process of its own.
 
-A test with the fixture ``s3`` runs once with SeaweedFS and once with moto. Starting one takes up to 10 s on a busy
-machine, so all tests share it, each with a folder of its own.
+A test with the fixture ``s3`` runs once with SeaweedFS and once with moto. Starting one takes up to
+10 s on a busy machine, so all tests share it, each with a folder of its own.
 """
 
 from __future__ import annotations
