@@ -55,11 +55,12 @@ def assert_quiet(window: Browser) -> None:
     assert window.requests() == []
 
 
-def test_the_page_draws_the_run_and_says_what_limits_it(page: Browser) -> None:
-    assert "Images" in text_of(page, "title")
-    assert "would raise the rate" in text_of(page, "sentence")
-    assert "Try: DataLoader(" in text_of(page, "evidence")
-    painted = page.run(
+def test_the_page_draws_the_run_and_says_what_limits_it(window: Browser, tmp_path: Path) -> None:
+    window.open(save(tmp_path, num_batches=400, spans_per_part=2, dataset="Images"))
+    assert "Images" in text_of(window, "title")
+    assert "would raise the rate" in text_of(window, "sentence")
+    assert "Try: DataLoader(" in text_of(window, "evidence")
+    painted = window.run(
         "const c = document.getElementById('view');"
         "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "const seen = new Set();"
@@ -67,7 +68,7 @@ def test_the_page_draws_the_run_and_says_what_limits_it(page: Browser) -> None:
         "return [...seen];"
     )
     assert {"59,130,246", "239,68,68", "34,197,94"} <= set(painted)  # loading, waiting, step
-    assert_quiet(page)
+    assert_quiet(window)
 
 
 def test_wheel_and_buttons_zoom_and_dragging_pans(page: Browser) -> None:
