@@ -171,12 +171,18 @@ def test_a_loader_that_is_collected_in_one_of_its_own_threads_ends_cleanly() -> 
     holder: list[Any] = []
     seen = threading.Event()
 
+    first_batch: set[int] = set()
+
     def drop(index: int) -> int:
-        if index == 4 and seen.wait(120.0):
+        if index < 2:
+            first_batch.add(index)
+        # Before that, waiting could keep the first batch from being loaded.
+        elif len(first_batch) == 2 and seen.wait(120.0):
             holder.clear()  # the last reference, dropped in its own thread
         return index
 
-    holder.append(iter(DataLoader(Samples(drop), batch_size=2, num_workers=2, pool="thread")))
+    ways: Any = {"num_workers": 2, "pool": "thread", "prefetch_factor": 4}
+    holder.append(iter(DataLoader(Samples(drop), batch_size=2, **ways)))
     assert next(holder[0]).tolist() == [0, 1]
     seen.set()
     limit = time.monotonic() + 60.0
