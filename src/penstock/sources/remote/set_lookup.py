@@ -64,7 +64,7 @@ def look_up(arguments: str) -> None:
 
 
 def _tell(why: str) -> None:
-    """Tell the program why there is no answer yet. Any thread may call this."""
+    """Report why there is no answer yet. Thread-safe."""
     _print({"trying": why})
 
 
