@@ -134,7 +134,7 @@ def pack(
         else:
             write(target, map)
     packed = Packed(target)
-    _check_bad(target, len(packed.bad_samples), spec.num_samples, max_bad)
+    _check_bad(target, packed.bad_samples, spec.num_samples, max_bad)
     return packed
 
 
@@ -233,16 +233,18 @@ def _checked_workers(workers: int | str) -> int:
     return check_count("workers", workers, 0, 4096)
 
 
-def _check_bad(folder: str, num_bad: int, num_samples: int, max_bad: float | None) -> None:
+def _check_bad(
+    folder: str, bad: list[tuple[int, str]], num_samples: int, max_bad: float | None
+) -> None:
     if max_bad is None:
         return
     most = max_bad * num_samples if 0 < max_bad < 1 else max_bad
-    if num_bad > most:
+    if (num_bad := len(bad)) > most:
         raise TooManyBad(
             f"{num_bad} of {num_samples} samples are bad, more than max_bad={max_bad} allows",
             where=f"{folder}, which was packed anyway. Packed({folder!r}).bad_samples lists them",
             num_bad=num_bad,
-        )
+        ) from RuntimeError("sample {}: {}".format(*bad[-1]))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, warn_user
 from penstock.options import check_count
 from penstock.order.base_order import Order
 from penstock.order.keys import (
@@ -333,12 +333,18 @@ def make_order(
     """Return the order of a loader. None if it has neither a mixture, a seed nor several ranks.
 
     Args:
-        options: Has the attributes ``seed``, ``shard``, ``rank``, ``world_size`` and ``padding``.
+        options: Has the attributes ``seed``, ``shard``, ``rank``, ``world_size``, ``padding`` and
+            ``on_error``.
     """
     seed, padding = options.seed, options.padding
     rank, world_size = find_rank(options.shard, options.rank, options.world_size)
     mixture = sys.modules.get("penstock.order.mixture")  # imported by penstock.mix
     is_mixture = mixture is not None and isinstance(dataset, mixture.Mixture)
+    if is_mixture and dataset.has_limits and options.on_error == "raise":
+        warn_user(
+            "max_bad of the mixture has no effect, because on_error='raise' stops at the first bad "
+            "sample. Try: DataLoader(mixture, ..., on_error='skip')"
+        )
     if seed is None and world_size == 1 and not (is_mixture and shuffle):
         return dataset.order(batch_size=batch_size or 1) if is_mixture else None
     if seed is None and shuffle and is_mixture:

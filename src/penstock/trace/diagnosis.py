@@ -133,7 +133,7 @@ class _CauseSearch:
                 remedy="DataLoader(..., trace=True), with PENSTOCK_TRACE unset",
             )
         if run.num_batches < min_batches or run.steady_s < MIN_S:
-            return self._start_up() or self._too_short()
+            return self._start_up() or self._too_short(min_batches)
         return (
             self._memory()
             or self._start_up()
@@ -172,13 +172,18 @@ class _CauseSearch:
             remedy=remedy,
         )
 
-    def _too_short(self) -> Diagnosis:
+    def _too_short(self, min_batches: int) -> Diagnosis:
         run = self.run
         if not run.num_batches:
             return Diagnosis(cause="nothing", sentence="No batch was delivered.")
         num_batches = f"{run.num_batches:,} batch{'es' * (run.num_batches > 1)}"
         text = f"Too short to judge: {num_batches} in {run.steady_s:.2g} s after start-up."
-        longer = f"a longer run, with at least {MIN_BATCHES} batches and {MIN_S:.0f} s of loading"
+        missed = []
+        if run.num_batches < min_batches:
+            missed.append(f"{min_batches} batches")
+        if run.steady_s < MIN_S:
+            missed.append(f"{MIN_S:.0f} s of loading")
+        longer = f"a longer run, with at least {' and '.join(missed)}"
         return self._say("nothing", text, [], longer)
 
     # -- one check for each cause ----------------------------------------------------------------

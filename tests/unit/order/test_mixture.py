@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -310,6 +311,20 @@ def test_a_source_has_its_own_limit_of_bad_samples() -> None:
         load([None, 1])
     with pytest.raises(TooManyBad, match=r"3 bad samples of source 'web' .* max_bad=0.08 allows 2"):
         load(0.08)
+
+
+def test_a_limit_without_a_policy_is_warned_about() -> None:
+    def load(max_bad: Any, **options: Any) -> None:
+        DataLoader(penstock.mix([(range(4), 1), (range(4), 1)], max_bad=max_bad), **options)
+
+    for options in ({}, {"seed": 0, "shuffle": True}):
+        with pytest.warns(UserWarning, match="max_bad of the mixture has no effect") as told:
+            load([None, 0], **options)
+        assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load([None, 0], on_error="skip")
+        load(None)
 
 
 def test_the_limit_counts_bad_samples_from_before_a_resume() -> None:

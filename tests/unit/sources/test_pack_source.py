@@ -170,8 +170,9 @@ def test_a_bad_sample_raises_its_own_error_unless_told_otherwise(tmp_path: Path)
 
 def test_too_many_bad_samples_are_an_error(tmp_path: Path) -> None:
     dataset = Given(0, ValueError("torn"), 2)
-    with pytest.raises(TooManyBad, match="1 of 3 samples are bad"):
+    with pytest.raises(TooManyBad, match="1 of 3 samples are bad") as info:
         pack_here(dataset, tmp_path / "set", on_error="skip", max_bad=0.1)
+    assert str(info.value.__cause__) == "sample 1: ValueError: torn"
     assert len(pack_here(dataset, tmp_path / "two", on_error="skip", max_bad=1)) == 2
     with pytest.warns(UserWarning, match="max_bad=1 has no effect, because on_error='raise'"):
         pack_here(Given(0, 1), tmp_path / "three", max_bad=1)

@@ -260,11 +260,16 @@ def test_a_run_that_is_too_short_is_not_judged() -> None:
         return Timeline(records).verdict
 
     assert verdict(0, 20.0).sentence == "No batch was delivered."
-    for num_batches, fetch_ms in ((1, 20.0), (19, 200.0), (60, 20.0)):  # too few, too few, 0.6 s
+    batches, loading = "20 batches", "1 s of loading"
+    for num_batches, fetch_ms, missed in (
+        (1, 20.0, f"{batches} and {loading}"),
+        (19, 200.0, batches),
+        (60, 20.0, loading),  # 0.6 s
+    ):
         short = verdict(num_batches, fetch_ms)
         assert short.cause == "nothing"
         assert short.sentence.startswith(f"Too short to judge: {num_batches} batch")
-        assert "at least 20 batches and 1 s" in short.remedy
+        assert short.remedy == f"a longer run, with at least {missed}"
     assert "waiting" in short.evidence[0]
     for num_batches, fetch_ms in ((20, 200.0), (120, 20.0)):  # the same program, longer
         assert verdict(num_batches, fetch_ms).cause == "decode"

@@ -184,7 +184,7 @@ class Faults:
             raise self._too_many(
                 f"{len(self._positions)} bad samples in epoch {self._epoch}, but "
                 f"max_bad={self.max_bad} allows {most:.0f}"
-            ) from None
+            )
 
     def _check_source(self, position: int) -> None:
         """Check the limit of a bad sample's source, if the dataset is a mixture with limits."""
@@ -204,7 +204,7 @@ class Faults:
             raise self._too_many(
                 f"{self._num_by_source[source]} bad samples of source {name!r} in epoch "
                 f"{self._epoch}, but its max_bad={limit} allows {most:.0f}"
-            ) from None
+            )
 
     def end_epoch(self, num_batches: int) -> None:
         """Check a finished epoch. A resumed epoch may have delivered batches before.
@@ -220,13 +220,12 @@ class Faults:
             raise self._too_many(f"all samples of epoch {state.epoch} were bad")
 
     def _too_many(self, what: str) -> TooManyBad:
-        last = self.samples[-3:]
-        lines = "".join(
-            f"\n  sample {one.index}{f' ({one.path})' if one.path else ''}: {one.error}"
-            for one in last
-        )
-        return TooManyBad(
-            f"{what}; the last ones:{lines}",
+        last = [
+            f"sample {one.index}{f' ({one.path})' if one.path else ''}: {one.error}"
+            for one in self.samples[-3:]
+        ]
+        error = TooManyBad(
+            "\n  ".join([f"{what}; the last ones:", *last]),
             likely="all have the same cause: a wrong folder, a missing disk, a changed format.",
             remedy=f"penstock doctor {self.path}"
             if self.path
@@ -234,3 +233,5 @@ class Faults:
             num_bad=len(self._positions),
             bad_samples=self.samples,
         )
+        error.__cause__ = RuntimeError(last[-1])  # workers send failures as text
+        return error

@@ -405,7 +405,9 @@ def test_a_budget_that_is_spent_ends_the_epoch_with_the_last_ones(max_bad: Any, 
     assert facts.num_bad == allowed + 1
     assert f"allows {allowed}" in str(facts)
     assert isinstance(facts, RuntimeError)
-    assert facts.bad_samples[-1].error in str(facts)
+    last = facts.bad_samples[-1]
+    assert last.error in str(facts)
+    assert str(facts.__cause__) == f"sample {last.index}: {last.error}"
 
 
 @pytest.mark.parametrize("way", EVERY)
