@@ -54,6 +54,7 @@ def open_image(
     is_encoded: bool = True,
     path: str | None = None,
     out: np.ndarray | None = None,
+    out_tensor: Any = None,
     decoder: str | None = None,
     is_channels_last: bool = False,
 ) -> Any:
@@ -63,7 +64,8 @@ def open_image(
 
     Args:
         path: The name of the file, for error messages.
-        out: See :func:`~penstock.images.pixels.to_tensor`. Used only with Penstock's transforms.
+        out, out_tensor: See :func:`~penstock.images.pixels.to_tensor`. Used only with Penstock's
+            transforms.
         decoder: See :func:`penstock.decode`.
         is_channels_last: Keep the pixels in the order height, width, channels in memory. Used only
             with Penstock's transforms.
@@ -84,7 +86,9 @@ def open_image(
             pixels = apply_steps(pixels, steps, antialias=own.antialias, out=place)
     if not is_own:
         return transform(to_tensor(pixels))
-    return to_channels_last(pixels, place) if is_channels_last else to_tensor(pixels, out)
+    if is_channels_last:
+        return to_channels_last(pixels, place, out_tensor)
+    return to_tensor(pixels, out, out_tensor)
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -132,6 +132,7 @@ class BlockChecker:
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if not self._checked[block]:
                 self._check_block(block)
+        self.is_done = len(self._checked) == 1  # such as a file of offsets
 
     def _check_block(self, block: int) -> None:
         if self._checksums is None:

@@ -60,16 +60,13 @@ class ShardRows:
         if self.checker is not None and len(rows) and not self.checker.is_done:
             self.checker.check_rows(self.data_start + rows * self.row_bytes, self.row_bytes)
 
-    def check_range(self, first: int, last: int) -> None:
-        """Verify the blocks of consecutive rows up to ``last``, for one sample."""
-        if self.checker is not None and not self.checker.is_done:
-            start = self.data_start + first * self.row_bytes
-            self.checker.check_range(start, start + (last - first) * self.row_bytes)
-
     def read(self, first: int, last: int) -> np.ndarray:
-        """Return consecutive rows without a copy."""
-        self.check_range(first, last)
-        return np.asarray(self.array[first:last])
+        """Return consecutive rows without a copy. Their blocks are verified."""
+        checker = self.checker
+        if checker is not None and not checker.is_done:
+            start = self.data_start + first * self.row_bytes
+            checker.check_range(start, start + (last - first) * self.row_bytes)
+        return self.array[first:last]
 
     def copy_rows(self, rows: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
         """Copy rows to places in ``out``, one by one."""

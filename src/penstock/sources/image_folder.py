@@ -105,14 +105,17 @@ class ImageFolder:
         return np.arange(len(self) + 1, dtype=np.int64)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self._load(index, None, is_channels_last=False)
+        return self._load(index, None, None, is_channels_last=False)
 
     def read_into(self, index: int, rows: Sequence[Any]) -> tuple[Any, Any]:
         """Return ``self[index]``, with the image in the first of ``rows``. Called by the engine."""
-        is_last = self._is_channels_last
-        return self._load(index, rows[0] if rows else None, is_channels_last=is_last)
+        out = rows[0] if rows else None
+        tensors = getattr(rows, "tensors", (None,))
+        return self._load(index, out, tensors[0], is_channels_last=self._is_channels_last)
 
-    def _load(self, index: int, out: Any, *, is_channels_last: bool) -> tuple[Any, Any]:
+    def _load(
+        self, index: int, out: Any, out_tensor: Any, *, is_channels_last: bool
+    ) -> tuple[Any, Any]:
         path, target = self.samples[index]
         data = _read_file(path)
         if self._decoder and self._asked is None:
@@ -122,6 +125,7 @@ class ImageFolder:
             self.transform,
             path=path,
             out=out,
+            out_tensor=out_tensor,
             decoder=self._asked,
             is_channels_last=is_channels_last,
         )

@@ -41,6 +41,8 @@ _BLOCK_BYTES = 4 << 20
 _MAX_BLOCK_BYTES = 16 << 20
 """Size of the same samples in all fields."""
 Self = TypeVar("Self", bound="ColumnDataset")
+_Place = tuple["np.ndarray | None", Any]
+"""Memory for a value, and a tensor over it or None."""
 
 
 class ColumnFiles(Protocol):
@@ -113,8 +115,9 @@ class ColumnDataset:
         # Each field is one leaf of the sample, unless a transform of the user changes that.
         is_known = all(isinstance(one, Crop) for one in self._transforms.values())
         has_leaves = is_known and len(rows) == len(self._schemas)
-        row = self._resolve_one(index)
-        return self._sample(row, rows if has_leaves else (), self._is_channels_last)
+        tensors = getattr(rows, "tensors", ())
+        places = list(zip_longest(rows, tensors)) if has_leaves else ()
+        return self._sample(self._resolve_one(index), places, self._is_channels_last)
 
     def keeps_channels_last(self) -> bool:
         """Return True if batches of images are channels_last. Called by the engine."""
@@ -123,7 +126,7 @@ class ColumnDataset:
     def _sample(
         self,
         row: int,
-        places: Sequence[np.ndarray | None] = (),
+        places: Sequence[_Place] = (),
         is_channels_last: bool = False,
     ) -> Any:
         self._check_files()
@@ -131,24 +134,26 @@ class ColumnDataset:
             self._value(schema, column, row, place, is_channels_last)
             for schema, column, place in zip_longest(self._schemas, self._columns, places)
         ]
-        return join_sample(self._form, self.fields, values)
+        return join_sample(self._form, self.fields if self._form == "dict" else (), values)
 
     def _value(
         self,
         schema: FieldSchema,
         column: Column,
         row: int,
-        place: np.ndarray | None,
+        place: _Place | None,
         is_channels_last: bool,
     ) -> Any:
         transform = self._transforms.get(schema.name)
         is_cropped = schema.kind == "array" and _is_plain_crop(transform)
         if schema.kind == "image" or is_cropped:
+            out, out_tensor = place or (None, None)
             return open_image(
                 column.view(row),
                 transform,
                 is_encoded=schema.encoding == "file",
-                out=place,
+                out=out,
+                out_tensor=out_tensor,
                 is_channels_last=is_channels_last,
             )
         value = self._decode(schema, column.row(row), row)

@@ -89,6 +89,43 @@ def test_a_row_is_given_once_whatever_becomes_of_the_sample() -> None:
     assert writer.next_rows() != []
 
 
+@pytest.mark.parametrize("kind", ["its tensor", "the tensor of the row before", "a new tensor"])
+def test_a_sample_is_in_its_row_whichever_tensor_is_returned(kind: str) -> None:
+    """Only the tensor of the sample's own row can be left as it is. All others are copied."""
+
+    class Tensors(Placing):
+        kept = torch.empty(0)
+
+        def read_into(self, index: int, rows: Any) -> Any:
+            if not rows:
+                return super().read_into(index, rows)
+            if kind == "a new tensor" or not self.kept.numel():
+                made = torch.full(SHAPE, index + 1, dtype=torch.uint8)
+                self.kept = rows.tensors[0]
+                return made, index
+            given = rows.tensors[0]
+            assert given.data_ptr() == rows[0].ctypes.data
+            rows[0].fill(index + 1)
+            if kind == "its tensor":
+                return given, index
+            self.kept, before = given, self.kept
+            return before.fill_(index + 1), index  # wrong for the sample before, right for this one
+
+        __getitem__ = Placing.__getitem__
+
+    num_samples, buffer = 70, np.zeros(1 << 20, np.uint8)  # tensors are made for 32 rows at a time
+    writer = write(Tensors(), range(num_samples), buffer)
+    objects = writer.finish()
+    assert writer.layout is not None
+    images, labels = view_batch(writer.layout, buffer, num_samples, writer.num_filled, objects)
+    expected = list(range(1, num_samples + 1))
+    if kind == "the tensor of the row before":  # control: its memory is the row of another sample
+        expected[1:-1] = expected[2:]
+    assert images[:, 0, 0, 0].tolist() == expected
+    assert images[:, -1, -1, -1].tolist() == expected
+    assert labels.tolist() == list(range(num_samples))
+
+
 def test_small_samples_get_no_rows() -> None:
     writer = BatchWriter(np.zeros(1 << 20, np.uint8), 4, 0)
     writer.add(torch.zeros(3))
