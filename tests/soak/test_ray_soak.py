@@ -23,7 +23,7 @@ needs_train = pytest.mark.skipif(not HAS_TRAIN, reason="pip install 'ray[data,tr
 def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     folder = tmp_path_factory.mktemp("ray")
     names = ["ray_data", "ray_train"] if HAS_TRAIN else []
-    return run_scenarios(folder, LIMIT_S, "slow_link", "node_kills", *names)
+    return run_scenarios(folder, LIMIT_S, "late_answer", "slow_link", "node_kills", *names)
 
 
 @needs_train
@@ -46,6 +46,14 @@ def test_fifty_killed_nodes_cost_only_retries(found: Findings) -> None:
     assert loaded["num_killed"] == 50
     assert loaded["wrong"] == []
     assert loaded["num_restarts"] >= 25  # a node may be killed before its worker has joined
+
+
+def test_a_node_that_answers_after_30_s_costs_time_and_no_bits(found: Findings) -> None:
+    loaded = found("late_answer")
+    assert loaded["num_stopped"] == 3
+    assert loaded["waited_s"] >= 30  # for the batch that it was loading
+    assert loaded["ray"] == loaded["inline"]
+    assert loaded["num_restarts"] == 0
 
 
 def test_a_link_of_10_mbit_costs_time_and_no_bits(found: Findings) -> None:

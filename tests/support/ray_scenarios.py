@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -33,7 +34,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 import penstock
-from penstock.engine.parent import mixed_pool
+from penstock.engine.parent import in_flight, mixed_pool
 from penstock.engine.parent.fork_server import close_fork_server
 from penstock.engine.remote import ray_pool
 from penstock.integrations.ray_packing import ray_map
@@ -91,6 +92,20 @@ class Late(Images):
         self.__dict__.update(state)
         while os.environ.get(SECOND_NODE) and not self.path.exists():
             time.sleep(0.05)
+
+
+class Uneven(Images):
+    """A sample takes longer on the second node. It says where it was loaded."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(pause_s=0.03)
+        self.times = times
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        is_second = bool(os.environ.get(SECOND_NODE))
+        for _ in range(int(self.times) if is_second else 1):
+            image, _, _ = super().__getitem__(index)
+        return image, int(is_second)
 
 
 class Unreadable(Images):
@@ -194,6 +209,14 @@ def skip(loader: Any, num_epochs: int) -> Any:
     return loader
 
 
+def digests_until_restart(loader: Any, kill: Callable[[int], None]) -> list[str]:
+    """Return the hashes of epochs. ``kill`` is called in the first, and the last has its effect."""
+    limit, found = time.monotonic() + LIMIT_S, [digest(loader, kill)]
+    while not loader.num_restarts and time.monotonic() < limit:
+        found.append(digest(loader))
+    return found
+
+
 def await_free_cpus() -> None:
     """Wait until Ray has freed the CPUs of earlier actors."""
     limit = time.monotonic() + LIMIT_S
@@ -239,7 +262,7 @@ def mixed(cluster: Cluster) -> dict[str, Any]:
     """Load with a local worker and one on another node, then with the local one alone."""
     options: dict[str, Any] = {"pool": "process", "num_workers": 1, "persistent_workers": True}
     options["prefetch_factor"] = 1  # the worker that is lost must get a lease after that
-    loader = make(Images(pause_s=0.005), remote_workers=1, **options)
+    loader = make(Images(pause_s=0.02), remote_workers=1, **options)
     epochs = [digest(loader)]
     num_skipped, num_spans = gather(loader, 1), [0]
     limit = time.monotonic() + LIMIT_S
@@ -253,13 +276,17 @@ def mixed(cluster: Cluster) -> dict[str, Any]:
         for pid in [pid for pid, text in found.items() if "NodeWorker" in text]:
             os.kill(pid, signal.SIGKILL)
 
-    epochs.append(digest(loader, kill))
+    epochs += digests_until_restart(loader, kill)
     nodes, num_restarts = nodes_of(loader), loader.num_restarts
     loader.close()
     here = make(Images(), pool="inline", num_workers=0)
     return {
         "ray": epochs,
-        "inline": [digest(here), digest(skip(here, num_skipped)), digest(here)],
+        "inline": [
+            digest(here),
+            digest(skip(here, num_skipped)),
+            *(digest(here) for _ in epochs[2:]),
+        ],
         "nodes": list(nodes),
         "here": ray.get_runtime_context().get_node_id()[:8],
         "num_spans": num_spans,
@@ -417,6 +444,9 @@ def ranks(cluster: Cluster) -> dict[str, Any]:
             for process in [*ends, *(child for one in ends for child in one.children(True))]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
+    limit, later = time.monotonic() + LIMIT_S, []
+    while not any(loader.num_restarts for loader in loaders) and time.monotonic() < limit:
+        later.append([digest(loader) for loader in loaders])
     for loader in loaders:
         loader.close()
     cluster.remove_node(node, allow_graceful=False)
@@ -428,6 +458,8 @@ def ranks(cluster: Cluster) -> dict[str, Any]:
         "killed": node.node_id[:8],
         "ray": [digest(batches) for batches in found],
         "inline": [digest(skip(one, num_skipped)) for one in here],
+        "later": later,
+        "later_inline": [[digest(one) for one in here] for _ in later],
         "samples": [[int(x) for batch in batches for x in batch[1]] for batches in found],
         "num_restarts": sum(loader.num_restarts for loader in loaders),
     }
@@ -510,6 +542,24 @@ def late_node(cluster: Cluster) -> dict[str, Any]:
     }
 
 
+def slow_node(cluster: Cluster) -> dict[str, Any]:
+    """Count the batches of the second node: as fast as the first, slower, and slower unnoticed."""
+    found: dict[str, Any] = {}
+    slow = in_flight.SLOW
+    for name, times, limit in (("equal", 1, slow), ("slow", 10, slow), ("unnoticed", 10, 1e9)):
+        await_free_cpus()
+        in_flight.SLOW = limit
+        options: dict[str, Any] = {"prefetch_factor": 2, "persistent_workers": True}
+        loader = make(Uneven(times), **options)
+        gather(loader, 2)
+        skip(loader, 1)
+        found[name] = [int(second[0]) for _ in range(3) for _, second in loader]
+        found[f"{name}_nodes"] = len(nodes_of(loader))
+        loader.close()
+    in_flight.SLOW = slow
+    return found
+
+
 def streams(cluster: Cluster) -> dict[str, Any]:
     def load(**options: Any) -> list[int]:
         return [int(x) for batch in make(Numbers(), **options) for x in batch]
@@ -574,17 +624,76 @@ def killed(cluster: Cluster) -> dict[str, Any]:
             actors = [pid for pid, text in found.items() if "NodeWorker" in text]
             os.kill(actors[0], signal.SIGKILL)
 
-    loaded = digest(loader, kill)
+    loaded = digests_until_restart(loader, kill)
     loader.close()
     cluster.remove_node(node, allow_graceful=False)
-    here = make(Images(), pool="inline", num_workers=0)
+    here = skip(make(Images(), pool="inline", num_workers=0), num_skipped)
     return {
         "ray": loaded,
-        "inline": digest(skip(here, num_skipped)),
+        "inline": [digest(here) for _ in loaded],
         "nodes": num_nodes,
         "num_restarts": loader.num_restarts,
         "notes": list(loader.plan.notes),
     }
+
+
+def freeze_second_node(limit_s: float | None) -> dict[str, Any]:
+    """Load while the actor and the worker of the second node are stopped.
+
+    Args:
+        limit_s: How long. None: until the actor has been replaced.
+    """
+    await_free_cpus()
+    options: dict[str, Any] = {"prefetch_factor": 1, "persistent_workers": True}
+    loader = make(Images(pause_s=0.02), max_restarts=1000, **options)
+    num_skipped, stopped = gather(loader, 2), []
+
+    def resume() -> None:
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    timer = threading.Timer(limit_s or 0.0, resume)
+
+    def stop(number: int) -> None:
+        for pid in actor_pids(os.environ[MARK]) if number == 2 else ():
+            process = psutil.Process(pid)
+            if process.environ().get(SECOND_NODE):
+                process.suspend()
+                stopped.append(process)
+        if number == 2 and limit_s is not None:
+            timer.start()
+
+    begin = time.monotonic()
+    if limit_s is None:
+        loaded = digests_until_restart(loader, stop)
+    else:
+        loaded = [digest(loader, stop), digest(loader)]
+    waited_s = time.monotonic() - begin
+    timer.cancel()
+    resume()
+    loader.close()
+    here = skip(make(Images(), pool="inline", num_workers=0), num_skipped)
+    return {
+        "ray": loaded,
+        "inline": [digest(here) for _ in loaded],
+        "num_stopped": len(stopped),
+        "num_restarts": loader.num_restarts,
+        "notes": list(loader.plan.notes),
+        "waited_s": waited_s,
+    }
+
+
+def frozen(cluster: Cluster) -> dict[str, Any]:
+    lost_s, ray_pool.LOST_S = ray_pool.LOST_S, 3.0
+    try:
+        return freeze_second_node(None)
+    finally:
+        ray_pool.LOST_S = lost_s
+
+
+def late_answer(cluster: Cluster) -> dict[str, Any]:
+    return freeze_second_node(30.0)
 
 
 def stuck(cluster: Cluster) -> dict[str, Any]:
@@ -876,12 +985,15 @@ def slow_link(cluster: Cluster) -> dict[str, Any]:
 
 SCENARIOS: list[Callable[[Cluster], dict[str, Any]]] = [
     *(task_cpus, same_bits, resumed, bad_sample, streams, crash, hang, stuck, unreadable),
-    *(local_path, full, mixed, mixed_auto, late_node, driver_killed, driver_interrupted),
+    *(local_path, full, mixed, mixed_auto, late_node, slow_node, frozen),
+    *(driver_killed, driver_interrupted),
     *(version_skew, packing, copies, ranks, rank_processes, killed),  # these add nodes
 ]
 
 
-ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [ray_data, ray_train, slow_link, node_kills]
+ON_REQUEST: list[Callable[[Cluster], dict[str, Any]]] = [
+    *(ray_data, ray_train, late_answer, slow_link, node_kills)
+]
 """Scenarios of ``tests/soak/test_ray_soak.py``, which run only if they are named."""
 
 

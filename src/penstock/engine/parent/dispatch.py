@@ -368,6 +368,7 @@ class Dispatcher:
             self._fail(error)
         else:
             self._layouts[worker] = {}
+            self._lease_queue.forget_time(worker)
             for lease in self._lease_queue.owed(worker):
                 if lease.pass_number != self.pass_number:
                     self._take(worker, Reply(*lease.key, "dropped", None, 0, 0))
@@ -406,6 +407,7 @@ class Dispatcher:
         pending.take(worker, reply, layout)
         if reply.kind in ("fixed", "payload") and last > first:
             self._depth.note(reply.busy_ns, last - first)
+            self._lease_queue.note_time(worker, reply.busy_ns / (last - first))
             if reply.in_flight:
                 self._note_in_flight(reply)
             self.busy_ns += reply.busy_ns

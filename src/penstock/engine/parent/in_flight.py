@@ -18,6 +18,14 @@ from penstock.engine.memory.ring import Ring, Slot
 if TYPE_CHECKING:
     from penstock.engine.pickling.exceptions import ErrorReport
 
+SLOW = 2.0
+"""Workers that take less than this many times as long as the fastest one count as equal."""
+NEWS_SHARE = 0.25
+"""Weight of the newest batch in the time that a worker takes for a sample."""
+FADE = 0.02
+"""The time of an idle slow worker falls by this fraction each time all workers could have got a
+lease, so that a worker that is no longer slow is found out."""
+
 
 class PendingBatch:
     """One batch in flight."""
@@ -104,14 +112,19 @@ class LeaseQueue:
         in_turn: Assign leases to the workers in strict rotation (per-worker randomness, iterable
             datasets). Otherwise, the worker with the least work is next.
         ready: The workers that can take leases, if not all of them. See
-            :class:`penstock.engine.parent.pools.Pool`.
+            :class:`penstock.engine.parent.pools.Pool`. These are of several machines. The one that
+            will be done first is next, because batches are delivered in order: a slow machine with
+            its full share would hold up all others.
     """
 
     def __init__(
         self, num_workers: int, *, in_turn: bool, ready: Collection[int] | None = None
     ) -> None:
         self._ready = range(num_workers) if ready is None else ready
+        self._has_machines = ready is not None
         self._loads = [0] * num_workers
+        self._sample_ns = [0.0] * num_workers
+        """Time that each worker takes for a sample. 0: not known."""
         self._owed: list[dict[tuple[int, int, int], Lease]] = [{} for _ in range(num_workers)]
         self._in_turn = in_turn
         self.begin()
@@ -123,7 +136,7 @@ class LeaseQueue:
 
     def give(self, lease: Lease, limit: int | None = None) -> int:
         """Assign a lease and return its worker. Skips workers with ``limit`` or more samples."""
-        worker = self._choose(limit)
+        worker = self._choose(limit, lease.num_samples)
         self._owed[worker][lease[:3]] = lease
         self._loads[worker] += lease.num_samples
         return worker
@@ -131,6 +144,15 @@ class LeaseQueue:
     def take_back(self, worker: int, key: tuple[int, int, int]) -> None:
         """Remove a lease that a worker has answered."""
         self._loads[worker] -= self._owed[worker].pop(key).num_samples
+
+    def note_time(self, worker: int, sample_ns: float) -> None:
+        """Record how long a worker took for a sample."""
+        known = self._sample_ns[worker]
+        self._sample_ns[worker] = known + NEWS_SHARE * (sample_ns - known) if known else sample_ns
+
+    def forget_time(self, worker: int) -> None:
+        """Forget how long a worker takes. A new one may be on another machine."""
+        self._sample_ns[worker] = 0.0
 
     def owed(self, worker: int) -> list[Lease]:
         """Return the leases that a worker has not answered. It is working on the first."""
@@ -156,15 +178,32 @@ class LeaseQueue:
     def has_active(self) -> bool:
         return any(self._is_active)
 
-    def _choose(self, limit: int | None) -> int:
+    def _choose(self, limit: int | None, num_samples: int) -> int:
         num_workers = len(self._loads)
         if not self._in_turn:
+            if self._has_machines:
+                return self._choose_first_done(num_samples)
             return min(self._ready, key=self._loads.__getitem__)
         for _ in range(num_workers):
             self._last = (self._last + 1) % num_workers
             if self._is_active[self._last] and (limit is None or self._loads[self._last] < limit):
                 return self._last
         return self._is_active.index(True)
+
+    def _choose_first_done(self, num_samples: int) -> int:
+        """Return the worker that will have loaded the samples first."""
+        times = self._sample_ns
+        fastest_ns = min((times[one] for one in self._ready if times[one]), default=1.0)
+        slow = {one: times[one] for one in self._ready if times[one] >= SLOW * fastest_ns}
+
+        def done_ns(worker: int) -> float:
+            return (self._loads[worker] + num_samples) * slow.get(worker, fastest_ns)
+
+        chosen = min(self._ready, key=done_ns)
+        for worker in slow:
+            if worker != chosen and not self._loads[worker]:
+                times[worker] *= 1 - FADE / len(self._ready)
+        return chosen
 
 
 def _open_payload(ring: Ring, slot: Slot, reply: Reply) -> tuple[Any, bool]:

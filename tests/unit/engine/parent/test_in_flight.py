@@ -27,6 +27,41 @@ def test_the_one_with_the_least_to_do_is_next() -> None:
     assert turns.give(lease(1)) == 0
 
 
+def give_and_load(turns: LeaseQueue, sample_ns: list[float], num_leases: int) -> list[int]:
+    """Give leases in groups of four, each of which is answered before the next."""
+    workers = []
+    for _ in range(num_leases // 4):
+        leases = [lease(2) for _ in range(4)]
+        given = [turns.give(one) for one in leases]
+        for worker, one in zip(given, leases, strict=True):
+            turns.take_back(worker, one.key)
+            turns.note_time(worker, sample_ns[worker])
+        workers += given
+    return workers
+
+
+@pytest.mark.parametrize(("slower", "share"), [(1.0, 0.5), (1.9, 0.5), (3.0, 0.25), (9.0, 0.0)])
+def test_a_slow_machine_gets_fewer_leases(slower: float, share: float) -> None:
+    turns = LeaseQueue(2, in_turn=False, ready={0, 1})
+    workers = give_and_load(turns, [100.0, slower * 100.0], 48)
+    assert workers[4:].count(1) == share * 44
+    same_machine = LeaseQueue(2, in_turn=False)
+    assert give_and_load(same_machine, [100.0, slower * 100.0], 48).count(1) == 24
+
+
+def test_a_machine_that_is_no_longer_slow_gets_its_share_again() -> None:
+    turns = LeaseQueue(2, in_turn=False, ready={0, 1})
+    assert give_and_load(turns, [100.0, 900.0], 48)[4:].count(1) == 0
+    assert give_and_load(turns, [100.0, 100.0], 400)[-40:].count(1) == 20
+
+
+def test_a_new_worker_in_the_place_of_a_slow_one_gets_its_share() -> None:
+    turns = LeaseQueue(2, in_turn=False, ready={0, 1})
+    give_and_load(turns, [100.0, 900.0], 48)
+    turns.forget_time(1)
+    assert give_and_load(turns, [100.0, 100.0], 40).count(1) == 20
+
+
 def test_in_turn_the_load_does_not_matter() -> None:
     turns = LeaseQueue(3, in_turn=True)
     assert [turns.give(lease(rows)) for rows in (8, 1, 1, 1, 9, 1)] == [0, 1, 2, 0, 1, 2]
