@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from penstock.importing import importing
@@ -126,8 +127,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     with importing():
         module = importlib.import_module(home)
-        if name == "DataLoader":  # accelerate rebuilds loaders, so its hook must be installed first
-            importlib.import_module("penstock.integrations.accelerate_flag").watch()
+        if name == "DataLoader":
+            module.DataLoader._is_accelerate_prepared = _PreparedFlag()
     # `machine` and `verify` are callable packages, and `conv` and `legacy` hold public names. For
     # these, the name refers to the module itself.
     if home == f"penstock.{name}":
@@ -135,6 +136,18 @@ def __getattr__(name: str) -> Any:
     # Cached, because `penstock.span` is used inside loops and this function takes a microsecond.
     value = globals()[name] = getattr(module, name)
     return value
+
+
+class _PreparedFlag:
+    """``loader._is_accelerate_prepared``, which accelerate reads before it creates its loader."""
+
+    def __get__(self, loader: Any, kind: Any = None) -> bool:
+        library = sys.modules.get("accelerate.data_loader")
+        if loader is not None and library is not None:
+            from penstock.integrations.accelerate import note_prepared
+
+            note_prepared(loader, library)
+        return False
 
 
 def __dir__() -> list[str]:

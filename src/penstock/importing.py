@@ -10,7 +10,6 @@ Tested by ``tests/faults/engine/parent/test_clean_process.py``.
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,10 +45,10 @@ def own_memory() -> OwnMemory | None:
     """Return the memory in use, or None if the kernel does not tell."""
     try:
         with open("/proc/self/status", "rb") as status:
-            found = re.search(rb"RssAnon:\s+(\d+) kB", status.read())
+            fields = status.read().partition(b"RssAnon:")[2].split(None, 1)
     except OSError:
         return None
-    return None if found is None else OwnMemory(int(found[1]) * 1024, len(sys.modules))
+    return OwnMemory(int(fields[0]) * 1024, len(sys.modules)) if fields else None
 
 
 def note_imports() -> None:

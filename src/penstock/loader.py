@@ -185,7 +185,8 @@ class DataLoader(TorchDataLoader[_T_co]):
         self, dataset: Any, options: Mapping[str, Any], prefetch_factor: int | None
     ) -> None:
         """Set the options and state that torch's DataLoader does not have."""
-        refuse_unknown("DataLoader", options, _KNOWN_NAMES)
+        if options:
+            refuse_unknown("DataLoader", options, inspect.signature(DataLoader).parameters)
         for name, value in read_options(LoaderOptions, options).items():
             setattr(self, name, value)
         if self.finish is not None and self.device is None:
@@ -693,5 +694,4 @@ class DataLoader(TorchDataLoader[_T_co]):
         return length // rows * rows if length is not None and rows and drops else length
 
 
-_KNOWN_NAMES = inspect.signature(DataLoader).parameters
 DataLoader.__doc__ = DocWithOptions(DataLoader.__doc__, LoaderOptions)  # type: ignore[assignment]

@@ -35,7 +35,7 @@ LOADER_MODULES = """
     engine.loading.default_collate engine.loading.fetch
     engine.parent.context engine.parent.faults
     engine.parent.inline_producer engine.parent.iterator
-    errors importing integrations.accelerate_flag loader named_tuple options user_objects
+    errors importing loader named_tuple options user_objects
     order.base_order order.dataset_generators order.epoch_state order.global_generators order.keys
     order.object_walk order.rng order.sample_randomness order.twister_words
     trace.record trace.recorder

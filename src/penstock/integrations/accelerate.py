@@ -1,7 +1,7 @@
 """accelerate: ``prepare(penstock.DataLoader(...))`` keeps Penstock's engine and options.
 
     accelerator.prepare(ours)
-        reads ours._is_accelerate_prepared      accelerate_flag records which loader is prepared
+        reads ours._is_accelerate_prepared      note_prepared() records which loader is prepared
         creates a DataLoaderShard               and inside it a torch loader
             .base_dataloader                    we replace that with a Prepared: our loader with
                                                 accelerate's dataset and batch sampler
@@ -43,21 +43,27 @@ _all_prepared: weakref.WeakSet[Prepared] = weakref.WeakSet()
 _is_hooked = False
 
 
-def hook(library: Any) -> bool:
+def note_prepared(loader: Any, library: Any) -> None:
+    """Record the loader that accelerate is about to wrap, and patch accelerate for it."""
+    if _hook(library):
+        asked.loader = weakref.ref(loader)
+
+
+def _hook(library: Any) -> bool:
     """Patch accelerate to build on our loaders. Returns False if that is not possible."""
     global _is_hooked
     with _lock:
         if _is_hooked:
             return True
         for line in untested_here():
-            warnings.warn(f"penstock: {line}", stacklevel=4)
+            warnings.warn(f"penstock: {line}", stacklevel=5)
         missing = [name for name in _NEEDED if not hasattr(library, name)]
         if missing:
             warnings.warn(
                 f"penstock: this accelerate has no {', '.join(missing)}, so prepare() builds a "
                 "torch loader and keeps only Penstock's sample order. "
                 'Try: pip install "accelerate>=0.34.2"',
-                stacklevel=4,
+                stacklevel=5,
             )
             return False
         make = library.DataLoaderAdapter.__init__
