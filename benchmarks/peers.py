@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,12 +25,13 @@ from typing import Any
 
 from front import _count, _name
 from penstock.cli.loader_timing import take_turns
+from penstock.machine.collect import machine
 from record import RESULTS, describe_machine, save, today
 from rivals.data import TINY, Sizes, make_data
 from rivals.environments import PEERS, Environment, build
 from rivals.plan import GROUPS, Group
 from rivals.report import print_table, render, summarise
-from rivals.running import run_turn
+from rivals.running import Session, run_turn
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "peers.md"
@@ -41,17 +44,22 @@ class Field:
     """All participants: environments, contenders, and prepared data."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.home: Path = options.home / ("quick" if options.quick else "full")
-        self.sizes = TINY if options.quick else Sizes()
-        self.pace = QUICK if options.quick else PACE
+        self.sizes = TINY if options.quick else Sizes().for_workers(options.workers)
+        kind = "full" if self.sizes == Sizes() else f"full-{self.sizes.jpeg}"
+        self.home: Path = options.home / ("quick" if options.quick else kind)
+        self.pace = dict(QUICK if options.quick else PACE)
+        if options.window:
+            self.pace["window_s"] = options.window
         self.rows: list[str] = options.rows
+        self.are_kept: bool = options.keep
+        self.sessions: dict[str, Session] = {}
         self.num_workers: int = options.workers
         self.peers: dict[str, dict[str, Any]] = {}
         names: list[str] = options.contenders
         here = Environment(python=sys.executable)
         found = {name: here if options.here else build(name, options.home) for name in names}
         self.pythons = {name: environment.python for name, environment in found.items()}
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(max(2, machine().usable_cores // 2)) as pool:
             for name, told in zip(names, pool.map(self._meet, names, found.values()), strict=True):
                 self.peers[name] = told
                 print(f"{told['title']}: {told['trouble'] or ', '.join(told['contenders'])}")
@@ -76,6 +84,17 @@ class Field:
     def run(self, name: str, orders: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
         source = REPO / "src" if name == "penstock" else None
         return run_turn(self.pythons[name], orders, limit_s, source)
+
+    def start(
+        self, name: str, contender: str, orders: list[Any], limit_s: float
+    ) -> Callable[[], list[dict[str, Any]]]:
+        """Return the function that runs one turn of a contender."""
+        if not self.are_kept:
+            return partial(self.run, name, orders, limit_s)
+        if contender not in self.sessions:
+            source = REPO / "src" if name == "penstock" else None
+            self.sessions[contender] = Session(self.pythons[name], source)
+        return partial(self.sessions[contender].run, orders, limit_s)
 
     def prepare(self, name: str, contender: str, group: Group) -> dict[str, Any] | None:
         """Prepare a contender for its turns. Returns an answer only if it cannot take part."""
@@ -124,10 +143,10 @@ def ask(field: Field, group: Group, num_turns: int) -> list[dict[str, Any]]:
             rows[contender] = {"peer": name, "answers": [[trouble]] if trouble else []}
             if not trouble:
                 orders = field.orders(name, contender, group, group.question)
-                turns[contender] = partial(field.run, name, orders, group.limit_s)
+                turns[contender] = field.start(name, contender, orders, group.limit_s)
         if not peer["trouble"] and not any(row["peer"] == name for row in rows.values()):
-            reason = [[{"no": about_missing(group)}]]
-            rows[peer["title"]] = {"peer": name, "answers": reason}
+            reason = "not measured in this run" if field.rows else about_missing(group)
+            rows[peer["title"]] = {"peer": name, "answers": [[{"no": reason}]]}
     for contender, answers in take_turns(turns, num_turns, _say).items():
         rows[contender]["answers"] = answers
     return [{"contender": contender, **row} for contender, row in rows.items()]
@@ -155,11 +174,19 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--here", action="store_true", help="use this interpreter, build nothing")
     parser.add_argument("--workers", type=_count, default=2, help="processes or threads")
     parser.add_argument("--repeats", type=_count, help="turns of each contender (default 3)")
+    parser.add_argument("--window", type=float, metavar="S", help="seconds of a rate (default 1.5)")
     parser.add_argument("--quick", action="store_true", help="smoke test with tiny sizes")
     parser.add_argument("--save", type=_name, metavar="NAME", help="write results/peers-NAME.json")
     parser.add_argument("--page", action="store_true", help="write docs/peers.md from the results")
     parser.add_argument(
-        "--render", metavar="FILE", help="only write docs/peers.md from results/FILE"
+        "--render",
+        metavar="FILE,...",
+        help="only write docs/peers.md, with the first of these files of results/ in full",
+    )
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="one process for all turns of a contender; only rates",
     )
     parser.add_argument("--note", default="", help="for example, what else was running")
     return parser.parse_args(arguments)
@@ -180,8 +207,7 @@ def _some(known: dict[str, Any], text: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.render:
-        content = json.loads((RESULTS / options.render).read_text("utf-8"))
-        PAGE.write_text(render(content, options.render), "utf-8")
+        _write_page(options.render.split(","))
         return 0
     field = Field(options)
     repeats = options.repeats or (1 if options.quick else 3)
@@ -199,13 +225,16 @@ def main(arguments: list[str]) -> int:
         num_turns = min(group.num_turns or repeats, repeats)
         rows = ask(field, group, num_turns)
         asked = {"date": today(), "turns": num_turns, "note": options.note, "command": command}
-        tables = [summarise(table, rows) | {"asked": asked} for table in group.tables]
+        chosen = [t for t in group.tables if not options.keep or t.value == "samples_per_s"]
+        tables = [summarise(table, rows) | {"asked": asked} for table in chosen]
         for table in tables:
             table["title"] = table["title"].replace("2 workers", f"{options.workers} workers")
         for table in tables:
             print_table(table)
         if options.save:  # after each group, so that an interrupted run keeps its results
             _save(options, content, tables)
+    for session in field.sessions.values():
+        session.end()
     return 0
 
 
@@ -217,7 +246,14 @@ def _save(options: argparse.Namespace, content: dict[str, Any], tables: list[Any
     order = [table.key for group in GROUPS.values() for table in group.tables]
     save(options.save, {**content, "tables": [merged[key] for key in order if key in merged]})
     if options.page:
-        PAGE.write_text(render(json.loads(path.read_text("utf-8")), path.name), "utf-8")
+        first_line = PAGE.read_text("utf-8").partition("\n")[0]
+        others = re.findall(r"peers-[\w.-]+\.json", first_line)[1:]
+        _write_page([path.name, *others])
+
+
+def _write_page(names: list[str]) -> None:
+    files = {name: json.loads((RESULTS / name).read_text("utf-8")) for name in names}
+    PAGE.write_text(render(files), "utf-8")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Dali(Contender):
         return Feed(loader, adapt=_first)
 
     def numbers(self, job: Job, keywords: dict[str, Any]) -> Feed:
-        keywords |= {"py_num_workers": job.num_workers, "py_start_method": "spawn"}
+        keywords |= {"py_num_workers": job.num_workers, "py_start_method": "fork"}
         policy = {"last_batch_policy": LastBatchPolicy.DROP, "auto_reset": True}
         return Feed(DALIGenericIterator(_numbers(job, **keywords), ["x"], **policy), adapt=_first)
 

@@ -45,7 +45,7 @@ class WebDataset(Contender):
 
     def prepare(self, job: Job) -> None:
         job.folder.mkdir(parents=True)
-        per_shard = -(-job.count // NUM_SHARDS)
+        per_shard = -(-job.count // max(NUM_SHARDS, job.num_workers))
         pattern = str(job.folder / "shard-%04d.tar")
         with wds.ShardWriter(pattern, maxcount=per_shard, verbose=0) as writer:
             for index, sample in enumerate(self.samples(job)):

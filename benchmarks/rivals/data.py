@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,15 @@ class Sizes:
     """Numbers in an epoch that is loaded completely."""
     num_images: int = 256
     """Number of different images. The others are the same files under different names."""
+
+    def for_workers(self, num_workers: int) -> Sizes:
+        """Return sizes with at least as many batches per worker as 2 workers have.
+
+        Loaders that fill their queues again in each epoch would otherwise lose to endless ones.
+        """
+        factor = max(1, num_workers // 2)
+        longer = {name: getattr(self, name) * factor for name in ("jpeg", "small", "large", "raw")}
+        return replace(self, **longer)
 
 
 TINY = Sizes(

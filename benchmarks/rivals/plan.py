@@ -162,7 +162,6 @@ GROUPS = {
             question="strings",
             jobs=({},),
             batch_size=1024,
-            num_turns=2,
             tables=(
                 Table(
                     key="strings",

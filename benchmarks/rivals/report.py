@@ -6,7 +6,7 @@ Needs only the standard library, because a test renders the page again and compa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 OURS = "penstock"
@@ -125,14 +125,20 @@ far as we know. Libraries without their own decoder use the fastest hand-written
 simplejpeg and OpenCV, and the consumer converts bytes to floats. *Antialiased* means the triangle
 filter of Pillow and torchvision for Penstock, PyTorch's recipes and DALI. For FFCV and the hand-
 written code it means OpenCV's area filter. A difference of less than 10% may be chance.
+Only PyTorch and Penstock also run with 0 workers. Penstock's packed tensors are read without any.
 """
 
 
-def render(content: dict[str, Any], file_name: str) -> str:
-    """Return the page as Markdown."""
-    machine = content["machine"]
+def render(files: Mapping[str, dict[str, Any]]) -> str:
+    """Return the page as Markdown.
+
+    Args:
+        files: Content of result files by file name. The first one is shown in full, the others with
+            their wins and losses.
+    """
+    (file_name, content), *others = files.items()
     text = [
-        f"<!-- from benchmarks/results/{file_name} -->",
+        f"<!-- from benchmarks/results/: {', '.join(files)} -->",
         "# Comparison with other libraries",
         "",
     ]
@@ -140,15 +146,47 @@ def render(content: dict[str, Any], file_name: str) -> str:
         INTRODUCTION.format(
             note=f" {content['note']}" if content.get("note") else "",
             link=f"../benchmarks/results/{file_name}",
-            machine=f"{machine['cpu']}, {machine['usable_cores']} usable cores, "
-            f"{machine['memory_gib']} GiB, {machine['os']}.",
+            machine=_machine(content),
         )
     ]
     text += ["## Wins and losses", "", *_verdicts(content["tables"]), ""]
+    for name, other in others:
+        text += [*_elsewhere(name, other), ""]
     for table in content["tables"]:
         text += [f"## {table['title']}", "", _when(table["asked"]), "", *_markdown(table), ""]
     text += ["## Versions", "", *_versions(content["peers"]), ""]
     return "\n".join(text)
+
+
+def _machine(content: dict[str, Any]) -> str:
+    machine = content["machine"]
+    return (
+        f"{machine['cpu']}, {machine['usable_cores']} usable cores, "
+        f"{machine['memory_gib']} GiB, {machine['os']}."
+    )
+
+
+def _elsewhere(file_name: str, content: dict[str, Any]) -> list[str]:
+    """Return the wins and losses on a different machine."""
+    machine, tables = content["machine"], content["tables"]
+    lines = _verdicts(tables)
+    measured = [" measured peers |", "---|"]
+    for table in tables:
+        names = [row["contender"] for row in table["rows"] if "median" in row]
+        others = [name for name in names if not name.startswith("Penstock")]
+        measured.append(f" {', '.join(others)} |")
+    about = f"{machine['architecture'].replace('_', '-')}, {machine['usable_cores']} cores"
+    commands = dict.fromkeys(_when(table["asked"]) for table in tables)
+    return [
+        f"## Wins and losses on {about}",
+        "",
+        f"{_machine(content)} [All samples](../benchmarks/results/{file_name}). "
+        f"torch {content['peers']['torch']['versions']['torch']}. One environment for all.",
+        "",
+        *(line + more for line, more in zip(lines, measured, strict=True)),
+        "",
+        *(f"- {command}" for command in commands),
+    ]
 
 
 def _when(asked: dict[str, Any]) -> str:

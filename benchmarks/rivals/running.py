@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,17 +29,14 @@ def run_turn(
         file, said = Path(folder, "orders.json"), Path(folder, "said")
         file.write_text(json.dumps(orders), "utf-8")
         script = Path(folder, "go.py")
-        script.write_text(_script(file), "utf-8")
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        if source is not None:
-            environment["PYTHONPATH"] = str(source)
+        script.write_text(_script(f"turn.main(json.load(open({str(file)!r})))"), "utf-8")
         with said.open("wb") as output:  # not a pipe, which a hung worker would keep open
             process = subprocess.Popen(
                 [python, str(script)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env={**environment, "TMPDIR": folder},
+                env={**_environment(source), "TMPDIR": folder},
                 start_new_session=True,
             )
             ending = _wait(process, limit_s)
@@ -46,14 +44,62 @@ def run_turn(
     return _answers(text, len(orders), ending)
 
 
-def _script(file: Path) -> str:
+class Session:
+    """One process for all turns of a contender, where importing torch takes seconds."""
+
+    def __init__(self, python: str, source: Path | None) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="penstock-peers-")
+        script = Path(self.folder.name, "go.py")
+        script.write_text(_script("turn.serve()"), "utf-8")
+        self.process = subprocess.Popen(
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=self.folder.name,
+            env={**_environment(source), "TMPDIR": self.folder.name},
+            start_new_session=True,
+        )
+
+    def run(self, orders: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
+        """Run one turn. Ends the process if it takes longer than ``limit_s``."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        alarm = threading.Timer(limit_s, _end_group, [self.process.pid])
+        alarm.start()
+        lines = []
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(orders) + "\n")
+            self.process.stdin.flush()
+            for line in self.process.stdout:
+                lines += [line] if "ANSWER {" in line else []
+                if len(lines) == len(orders):
+                    break
+        alarm.cancel()
+        return _answers("".join(lines), len(orders), "the process has ended")
+
+    def end(self) -> None:
+        _end_group(self.process.pid)
+        self.process.wait()
+        self.folder.cleanup()
+
+
+def _environment(source: Path | None) -> dict[str, str]:
+    """Return the environment of a turn, in which modules are compiled only once."""
+    dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    return kept if source is None else {**kept, "PYTHONPATH": str(source)}
+
+
+def _script(call: str) -> str:
     """Write a main module with a guard, because spawned workers import it again."""
     return (
         "import sys\n"
         f"sys.path[:] = [p for p in sys.path[1:]] + [{str(HERE)!r}]\n"
         "if __name__ == '__main__':\n"
         "    import json, turn\n"
-        f"    turn.main(json.load(open({str(file)!r})))\n"
+        f"    {call}\n"
     )
 
 

@@ -8,11 +8,13 @@ list of {module, contender, question, pace, job}.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
 import os
 import platform
+import sys
 import time
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -70,10 +72,22 @@ def describe(module: str, packages: list[str]) -> dict[str, Any]:
     return {"contenders": names, "versions": versions}
 
 
-def main(orders: list[dict[str, Any]]) -> None:
+def run(orders: list[dict[str, Any]]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for order in orders:
         told = describe(**order["describe"]) if "describe" in order else answer(order)
         print("ANSWER " + json.dumps(told), flush=True)
+        gc.collect()  # ends what the loader left behind
+
+
+def main(orders: list[dict[str, Any]]) -> None:
+    run(orders)
     os._exit(0)  # skip clean-up, in which a loader could hang
+
+
+def serve() -> None:
+    """Run several turns, one line of JSON each."""
+    for line in sys.stdin:
+        run(json.loads(line))
+    os._exit(0)
