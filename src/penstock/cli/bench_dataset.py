@@ -45,7 +45,8 @@ class FolderImages:
         import numpy as np
 
         with importlib.import_module("PIL.Image").open(self._files[index]) as image:
-            return np.asarray(image.convert("RGB").resize((PIXELS, PIXELS)))
+            # A copy, because torch warns of arrays that are read-only.
+            return np.array(image.convert("RGB").resize((PIXELS, PIXELS)))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Tested by ``tests/integration/cli/test_bench.py``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import timeit
@@ -80,10 +81,17 @@ class BenchResult:
 
     @property
     def recommended(self) -> WorkersRate:
-        """The run with the fewest workers whose rate is the best one, or within the noise of it."""
-        most = max(run.rate for run in self.runs)
+        """The run with the fewest workers whose rate is the best one, or within the noise of it.
+
+        On a busy machine, more workers than cores take cores from other programs. They are not
+        recommended if samples compute.
+        """
+        runs = self.runs
+        if self.load and self.busy_share > MOSTLY_WAITING:
+            runs = [run for run in runs if run.workers <= usable_cores()] or runs
+        most = max(run.rate for run in runs)
         near = min(NEAR_BEST, 1 - self.noise)
-        return next(run for run in self.runs if run.rate >= near * most)
+        return next(run for run in runs if run.rate >= near * most)
 
     @property
     def noise(self) -> float:
@@ -186,7 +194,7 @@ def measure(
 
 def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -> list[Any]:
     """Time loading of single samples, then collating. Returns some of the samples."""
-    from torch.utils.data import default_collate
+    from penstock.engine.loading.default_collate import default_collate
 
     num_samples = len(source.dataset)
     if not num_samples:
@@ -194,7 +202,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
             f"{source.name} is empty: len(dataset) is 0",
             remedy="penstock bench train.py:dataset",
         )
-    kept: list[Any] = []
+    kept: dict[int, Any] = {}
     times_s, busy_s = [], 0.0
     indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
     for timed in time_samples(sample_getter(source.dataset), indices, seconds):
@@ -207,7 +215,7 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s
         if len(kept) < NUM_KEPT:
-            kept.append(timed.sample)
+            kept[timed.index] = timed.sample
     busy_share = min(1.0, busy_s / max(sum(times_s), 1e-9))
     times_s.sort()
     late_ms = times_s[len(times_s) * 95 // 100] * 1e3
@@ -215,11 +223,12 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     middle_ms = times_s[len(times_s) // 2] * 1e3
     result.busy_share = busy_share
     result.stages.append(StageTime(name="dataset[i]", sample_ms=middle_ms, note=note))
-    collate = source.collate_fn or default_collate
-    batch = list(itertools.islice(itertools.cycle(kept), result.batch_size))
+    placed = list(itertools.islice(itertools.cycle(kept), result.batch_size))
+    batch = [kept[index] for index in placed]
+    collate = source.collate_fn or functools.partial(default_collate, indices=placed)
     fastest_s = min(timeit.repeat(lambda: collate(batch), number=1, repeat=5))
     result.stages.append(StageTime(name="collate", sample_ms=fastest_s / result.batch_size * 1e3))
-    return kept
+    return list(kept.values())
 
 
 def _run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Timeline:

@@ -32,6 +32,7 @@ from penstock.cli.parser import CommandParser, add_loader_options, number
 from penstock.errors import BadTrace
 from penstock.machine.collect import machine
 from penstock.machine.other_load import describe_load
+from penstock.trace.diagnosis import MIN_BATCHES
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +44,8 @@ BATCH_SIZE = 32
 NUM_FAULT_IMAGES = 160
 NUM_TURNS = 3
 WARM_UP_S, WINDOW_S = 0.3, 0.8
-MIN_STEPS = 8
-"""The fewest steps that say something about the bottleneck."""
+MIN_STEPS = MIN_BATCHES + 4
+"""A run with fewer steps is too short to judge. The first ones are start-up."""
 STEP_FACTOR, MAX_STEP_S = 2.5, 1.0
 """The step of the second race takes this many times as long as loading a batch."""
 
@@ -237,7 +238,7 @@ def _make_model() -> torch.nn.Module:
 def _train(console: Console, loader: DataLoader[Any], device: str, limit_s: float) -> None:
     """Train the model and print the results."""
     console.print(
-        f"  A small CNN learns to tell ellipses, discs and rings apart, for {limit_s:g} s."
+        f"  A small CNN learns to tell ellipses, discs and rings apart, for at least {limit_s:g} s."
     )
     step = _make_step(device)
     num_images, losses = 0, []

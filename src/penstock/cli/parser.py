@@ -175,6 +175,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("the following arguments are required", "Missing argument")
+        message = message.removesuffix(", [-- ARGUMENTS]")  # optional
         self.print_usage(sys.stderr)
         self.exit(2, f"Try '{self.prog} --help' for help.\n\nError: {message}\n")
 

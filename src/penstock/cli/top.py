@@ -319,4 +319,5 @@ def _cut(text: str, width: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}"
+    ms = seconds * 1e3
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}"

@@ -153,8 +153,10 @@ class _Comparison:
                 outcome, note = "failed", str(error)
                 self._notes.append(f"The new process printed:\n{indent(error.printed, '    ')}")
             except Exception as error:
-                outcome = "skipped" if is_not_taken(error) else "failed"
-                note = describe_error(error)
+                outcome, note = "failed", describe_error(error)
+                if is_not_taken(error):
+                    name = str(error).split("'")[1]
+                    outcome, note = "skipped", f"the loader does not accept {name}"
         return Row(setting=setting.name, outcome=outcome, note=note), None
 
     def _not_offered(self, setting: Setting) -> str:

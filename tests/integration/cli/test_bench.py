@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import bench_report
+from penstock.cli import bench_measurement, bench_report
 from penstock.cli.bench_dataset import BenchDataset, open_dataset
 from penstock.cli.bench_measurement import BenchResult, StageTime, WorkersRate, measure
-from penstock.errors import BadTarget
+from penstock.errors import BadTarget, MismatchedSamples
 from support import command_line
 
 WAIT_S = 0.1
@@ -72,6 +72,30 @@ def test_what_is_within_the_noise_is_not_recommended_for_more_workers() -> None:
     assert noisy.recommended.workers == 0
     assert "Rates vary by 45%" in noisy.warning
     assert some_result().warning == ""
+
+
+def test_more_workers_than_cores_are_not_recommended_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_measurement, "usable_cores", lambda: 2)
+    found = some_result()
+    found.runs[-1].rate = 400.0
+    assert found.recommended.workers == 4
+    found.load = "This machine is busy."
+    assert found.recommended.workers == 2  # 4 took cores from the other programs
+    found.busy_share = 0.05
+    assert found.recommended.workers == 4  # samples wait, not for a core
+
+
+class SometimesNone(Waiting):
+    def __getitem__(self, index: int) -> Any:
+        return None if index == 7 else float(index)
+
+
+def test_a_sample_that_is_none_is_named() -> None:
+    source = BenchDataset(name="s.py:dataset", dataset=SometimesNone())
+    with pytest.raises(MismatchedSamples, match=r"dataset\[7\] returned None"):
+        measure(source, batch_size=50, workers=(0,), seconds=0.1, tell=lambda step: None)
 
 
 def test_the_page_and_the_json_hold_it_all() -> None:

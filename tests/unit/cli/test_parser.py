@@ -79,6 +79,12 @@ def test_two_dashes_before_the_script_are_nobody_s() -> None:
     assert read("--seed 3 -- train.py")["script"][-1] == "train.py"
 
 
+def test_arguments_of_the_script_are_not_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["pack"])
+    assert capsys.readouterr().err.endswith("Missing argument: SRC, DST\n")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -191,6 +191,16 @@ def _check_forms(results: DatasetResults) -> Iterator[Problem]:
     forms = results.get("forms", ())
     if len(forms) < 2 or not results.get("stacks_by_default"):
         return
+    empty = next((one["index"] for one in forms if one["form"] == "None"), None)
+    if empty is not None:
+        yield Problem(
+            code="sample-none",
+            severity="harm",
+            what=f"dataset[{empty!r}] is None",
+            why="None cannot be stacked into a batch",
+            cure='DataLoader(..., on_error="skip")  # or return a value for every index',
+        )
+        return
     one, other = forms[:2]
     yield Problem(
         code="forms-differ",

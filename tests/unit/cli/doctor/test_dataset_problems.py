@@ -96,6 +96,12 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             {"forms": [{"index": 0, "form": "a"}, {"index": 1, "form": "b"}]},
         ),
         (
+            "sample-none",
+            "harm",
+            "dataset[7] is None",
+            {"forms": [{"index": 0, "form": "int"}, {"index": 7, "form": "None"}]},
+        ),
+        (
             "batch-fails",
             "harm",
             "boom",
