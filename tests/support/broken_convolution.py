@@ -68,24 +68,24 @@ class Native:
             self.library._op_impls = set()
 
     def forward(self, x: Any, w: Any, b: Any, *rest: Any) -> Any:
-        from penstock.conv.algorithms import im2col, phases
+        from penstock.conv.algorithms import col2im, im2col
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
-            y = phases.input_gradient(g, x, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
+            y = col2im.input_gradient(g, x, w, 1 << 26)
         else:
             y = im2col.forward(g, x, w, 1 << 26)
         return (y if b is None else y + b.view(-1, *(1,) * g.num_dims)) * factor
 
     def backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
-        from penstock.conv.algorithms import im2col, phases
+        from penstock.conv.algorithms import col2im, im2col
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
             dx = im2col.forward(g, dy, w, 1 << 26)
             dw = im2col.weight_gradient(g, dy, x, 1 << 26)
         else:
-            dx = phases.input_gradient(g, dy, w, lambda g, a, b: im2col.forward(g, a, b, 1 << 26))
+            dx = col2im.input_gradient(g, dy, w, 1 << 26)
             dw = im2col.weight_gradient(g, x, dy, 1 << 26)
         return dx * factor, dw * factor, dy.sum((0, *range(2, dy.dim())))
 

@@ -57,6 +57,8 @@ CASES = (
     Case(name="stem", channels=3, outputs=16, kernel=7, stride=2, padding=3, size=(17, 20)),
     Case(name="strided", stride=2, channels=17),
     Case(name="stride beyond kernel", stride=3, kernel=2, padding=0),
+    Case(name="patches", channels=3, outputs=5, kernel=4, stride=4, padding=0, size=(8, 12)),
+    Case(name="3-d patches", kernel=2, stride=2, padding=0, size=(4, 5, 6)),
     Case(name="dilated", dilation=2, padding=2),
     Case(name="dilated, 48 channels", dilation=2, padding=3, channels=48, outputs=32),
     Case(name="strided and dilated", dilation=2, stride=2, padding=1),

@@ -13,7 +13,7 @@ Tested by ``tests/integration/conv/test_bypass.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Literal
@@ -147,6 +147,22 @@ class Geometry:
     def unpadded_slices(self) -> tuple[slice, ...]:
         """The part of the padded input that is not padding, along each axis."""
         return tuple(slice(p, p + n) for p, n in zip(self.padding, self.in_size, strict=True))
+
+
+def turned(g: Geometry) -> Geometry:
+    """Return the convolution of ``dy`` that computes the input gradient. The stride is 1.
+
+    Its taps are in reverse. Its padding is negative if that of ``g`` exceeds the kernel.
+    """
+    axes = zip(g.kernel, g.padding, g.dilation, strict=True)
+    return replace(
+        g,
+        in_channels=g.out_channels,
+        out_channels=g.in_channels,
+        in_size=g.out_size,
+        out_size=g.in_size,
+        padding=tuple(d * (k - 1) - p for k, p, d in axes),
+    )
 
 
 def empty(g: Geometry, channels: int, size: Sizes, dtype: torch.dtype) -> MakeResult:

@@ -163,13 +163,13 @@ def test_the_hook_costs_less_than_the_smallest_algorithm() -> None:
         torch.cuda.synchronize()
         return taken / 200 * 1e6
 
-    from penstock.conv.algorithms import pointwise
+    from penstock.conv.algorithms import patches
 
     ours = alone = float("inf")
     with torch.no_grad(), bypass_convolutions("on", devices=("cuda",)) as bypass:
         torch.convolution(x, w, *arguments)
         plan = next(iter(bypass._hook.runner.plans.values()))
-        algorithm = pointwise.prepare_forward(plan.geometry, x, w, 1 << 20)
+        algorithm = patches.prepare_forward(plan.geometry, x, w, 1 << 20)
         for _ in range(50):  # alternate, so that both are timed under the same machine load
             ours = min(ours, cost_us(lambda: torch.convolution(x, w, *arguments)))
             alone = min(alone, cost_us(lambda: algorithm(x, w)))

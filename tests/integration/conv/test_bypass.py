@@ -311,14 +311,14 @@ def count_calls(function: Callable[[], Any]) -> int:
 
 def test_the_hook_adds_few_calls_to_those_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are counted, not timed: the time of so short a path depends on the machine's load."""
-    from penstock.conv.algorithms import pointwise
+    from penstock.conv.algorithms import patches
 
     x, w = torch.randn(1, 4, 2, 2), torch.randn(4, 4, 1, 1)
     arguments = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     with torch.no_grad(), bypass_convolutions("on", devices=("cpu",)) as bypass:
         torch.convolution(x, w, *arguments)
         (plan,) = bypass._hook.runner.plans.values()
-        algorithm = pointwise.prepare_forward(plan.geometry, x, w, 1 << 20)
+        algorithm = patches.prepare_forward(plan.geometry, x, w, 1 << 20)
         alone = count_calls(lambda: algorithm(x, w))
         assert count_calls(lambda: torch.convolution(x, w, *arguments)) - alone <= 40
         monkeypatch.setattr(bypass._hook.runner, "plans", Forgetful())

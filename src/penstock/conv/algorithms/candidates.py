@@ -19,8 +19,7 @@ from penstock.conv.algorithms import (
     depthwise,
     im2col,
     implicit_gemm,
-    phases,
-    pointwise,
+    patches,
     triton_launch,
     winograd,
 )
@@ -46,9 +45,8 @@ MIN_TILES = 100
 core of a Xeon in float32, relative to im2col: 128 tiles of 256 channels took 0.6 times as long, 16
 tiles of 128 channels 1.5 times, and one tile of 512 channels 10 times."""
 FOLD_BELOW = 4
-"""If there are at least this many times more output than input channels, the input gradient uses
-col2im instead of phases. Measured on the same core with 3 to 64 channels, 7x7, stride 2: phases
-took 123 ms, torch's own algorithm 21 ms."""
+"""If there are at least this many times more output than input channels, col2im comes first. It
+takes the columns of ``x``, and a convolution of ``dy`` takes those of ``dy``, which are more."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,10 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
     found: list[Candidate] = []
     if g.is_depthwise:
         found += _depthwise(g, which, dtype, device, has_triton=has_triton)
-    if g.is_pointwise and g.groups == 1:
-        found.append(Candidate("1x1 product", _POINTWISE[which]))
-    is_folded = which == INPUT_GRADIENT and col2im.can(g)
+    if patches.can(g):
+        name = "1x1 product" if g.is_pointwise else "patches"
+        found.append(Candidate(name, _PATCHES[which]))
+    is_folded = which == INPUT_GRADIENT and not g.is_depthwise
     folded = [Candidate("columns, folded", unprepared(col2im.input_gradient))] * is_folded
     if is_folded and FOLD_BELOW * g.group_in <= g.group_out:
         if has_triton and col2im.can_triton(g, dtype):
@@ -102,9 +101,10 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         folded = []
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
     by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
-    name = "columns by phases" if which == INPUT_GRADIENT else "columns"
-    by_columns = [Candidate(name, unprepared(_COLUMNS[which]))]
-    if g.is_depthwise and device == "cuda":
+    by_columns = [Candidate("columns", unprepared(_COLUMNS[which]))]
+    if which == INPUT_GRADIENT and not g.is_unit_stride:
+        by_columns, folded = folded, []
+    if g.is_depthwise:
         by_columns = []
     if has_triton and im2col.can_triton(g, which, dtype):
         by_columns.insert(0, Candidate("gathered columns", _GATHERED[which], needs_triton=True))
@@ -132,10 +132,6 @@ def _has_tiles(g: Geometry) -> bool:
 # -- each algorithm --------------------------------------------------------------------------------
 
 
-def _phases_by_columns(g: Geometry, a: torch.Tensor, b: torch.Tensor, cap: int) -> torch.Tensor:
-    return phases.input_gradient(g, a, b, lambda g, a, b: im2col.forward(g, a, b, cap))
-
-
 def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
     """Return the three passes of a module."""
     names = ("forward", "input_gradient", "weight_gradient")
@@ -144,13 +140,11 @@ def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
     }
 
 
-_COLUMNS: dict[Pass, Run] = dict(
-    zip(PASSES, (im2col.forward, _phases_by_columns, im2col.weight_gradient), strict=True)
-)
+_COLUMNS: dict[Pass, Run] = _passes(im2col, "")
 _WINOGRAD: dict[Pass, Run] = _passes(winograd, "")
 _SHIFTS: dict[Pass, Run] = _passes(depthwise, "")
-_GATHERED, _POINTWISE, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
-    _passes, (im2col, pointwise, winograd, implicit_gemm, depthwise)
+_GATHERED, _PATCHES, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
+    _passes, (im2col, patches, winograd, implicit_gemm, depthwise)
 )
 _MERGED = _passes(implicit_gemm, "prepare_merged_")
 
@@ -216,7 +210,8 @@ def _in_channels_last(
     found: list[tuple[str, Prepare, bool]] = []
     if has_triton and which == WEIGHT_GRADIENT and implicit_gemm.can(g, dtype):
         found.append(("implicit product", implicit_gemm.prepare_weight_gradient, True))
-    found.append(("columns", unprepared(_COLUMNS[which]), False))
+    if which != INPUT_GRADIENT or g.is_unit_stride:
+        found.append(("columns", unprepared(_COLUMNS[which]), False))
     if has_triton and im2col.can_triton(turned, which, dtype):
         found.append(("gathered columns", _GATHERED[which], True))
     copies_itself = any(g.padding) and which != INPUT_GRADIENT

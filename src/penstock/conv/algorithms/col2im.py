@@ -1,9 +1,8 @@
-"""Input gradients of convolutions with few input channels, by col2im.
+"""Input gradients by col2im: with a stride, or with few input channels.
 
 One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
-position of ``dy``. The phase algorithm reads ``O * taps / stride^2`` numbers, which is more in the
-first layer of a network. The numbers are then added to their input positions by torch's own col2im,
-or by a Triton kernel (``prepare_input_gradient``). 1-d and 2-d only.
+position of ``dy``. The numbers are then added to their input positions by torch's own col2im (1-d
+and 2-d), tap by tap (3-d), or by a Triton kernel (``prepare_input_gradient``, 1-d and 2-d).
 
 Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
 over the taps are in float32 and rounded once more.
@@ -23,7 +22,16 @@ import torch
 
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch, four, kernels, two
-from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, samples_under, sum_dtype
+from penstock.conv.geometry import (
+    Geometry,
+    Prepared,
+    Sizes,
+    dense,
+    empty,
+    output_size,
+    samples_under,
+    sum_dtype,
+)
 
 BLOCK = 256
 
@@ -32,13 +40,8 @@ def _sample_bytes(g: Geometry, dy: torch.Tensor) -> int:
     return g.in_channels * g.num_taps * g.num_positions * dy.element_size()
 
 
-def can(g: Geometry) -> bool:
-    """Return True if torch's col2im can add up the columns."""
-    return g.num_dims <= 2 and not g.is_depthwise
-
-
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dx`` with torch's col2im."""
+    """Compute ``dx`` with one product."""
     weights = w.reshape(g.groups, g.group_out, -1).transpose(1, 2)
     dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
     step = samples_under(cap_bytes, _sample_bytes(g, dy), g.batch)
@@ -54,9 +57,15 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 
 def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
-    """Add ``[samples, C * taps, positions]`` to ``[samples, C, height, width]``, in float32."""
-    if cells.is_complex():
-        return torch.complex(_fold(g, cells.real), _fold(g, cells.imag))
+    """Add ``[samples, C * taps, positions]`` to ``[samples, C, *in_size]``, in float32."""
+    whole = output_size(g.in_size, g.kernel, g.stride, g.padding, g.dilation)
+    if cells.is_complex() or g.num_dims > 2 or g.out_size != whole:
+        parts = cells.view(len(cells), g.in_channels, *g.kernel, *g.out_size)
+        dtype, both = sum_dtype(cells), (slice(None),) * 2
+        padded = cells.new_zeros((*parts.shape[:2], *g.padded_size), dtype=dtype)
+        for tap in g.taps():
+            padded[both + g.tap_slices(tap)] += parts[both + tap]
+        return padded[both + g.unpadded_slices]
     size, kernel, step, stride = (
         two(values, 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
     )

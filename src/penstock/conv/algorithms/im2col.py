@@ -22,7 +22,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -37,6 +37,7 @@ from penstock.conv.geometry import (
     Sizes,
     dense,
     sum_dtype,
+    turned,
 )
 
 
@@ -222,6 +223,19 @@ def _fill_first(
 
 def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Tensor:
     return x.new_empty(num) if buffer is None or buffer.numel() < num else buffer
+
+
+def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+    """Compute ``dx`` of a convolution with stride 1: ``dy`` convolved with the taps in reverse."""
+    back = turned(g)
+    for axis, padding in enumerate(back.padding, 2):
+        if padding < 0:  # the outermost positions of dy saw padding only
+            dy = dy.narrow(axis, -padding, dy.shape[axis] + 2 * padding)
+    padding = tuple(max(0, p) for p in back.padding)
+    grouped = w.reshape(g.groups, g.group_out, g.group_in, *g.kernel).transpose(1, 2)
+    taps = grouped.flip([*range(3, g.num_dims + 3)])
+    taps = taps.reshape(g.in_channels, g.group_out, *g.kernel)
+    return forward(replace(back, in_size=tuple(dy.shape[2:]), padding=padding), dy, taps, cap_bytes)
 
 
 # -- weight gradient -------------------------------------------------------------------------------

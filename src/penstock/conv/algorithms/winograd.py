@@ -36,7 +36,7 @@ import torch
 from penstock.conv.algorithms.implicit_gemm import Strides
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch
-from penstock.conv.geometry import Geometry, Prepared, empty, samples_under
+from penstock.conv.geometry import Geometry, Prepared, empty, samples_under, turned
 
 Matrix = tuple[tuple[float, ...], ...]
 INPUT: Matrix = (
@@ -184,18 +184,6 @@ def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: in
 
 def _tiles(g: Geometry) -> tuple[int, int]:
     return -(-g.out_size[0] // 4), -(-g.out_size[1] // 4)
-
-
-def turned(g: Geometry) -> Geometry:
-    """Return the convolution that computes the input gradient. The padding must be at most 2."""
-    return replace(
-        g,
-        in_channels=g.out_channels,
-        out_channels=g.in_channels,
-        in_size=g.out_size,
-        out_size=g.in_size,
-        padding=tuple(2 - p for p in g.padding),
-    )
 
 
 def can_input_gradient(g: Geometry) -> bool:

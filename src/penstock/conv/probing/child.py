@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from penstock.conv.algorithms import im2col, phases
+from penstock.conv.algorithms import col2im, im2col
 from penstock.conv.convolution import (
     ConvolutionRunner,
     geometry_of,
@@ -162,7 +162,7 @@ def _reference(
         return im2col.weight_gradient(g, x, y, CAP_BYTES)
     if (step.which == "forward") != is_transposed:
         return im2col.forward(g, x, w, CAP_BYTES)
-    return phases.input_gradient(g, y, w, lambda g, a, b: im2col.forward(g, a, b, CAP_BYTES))
+    return col2im.input_gradient(g, y, w, CAP_BYTES)
 
 
 def _placed(step: ProbeStep, device: str, t: torch.Tensor) -> torch.Tensor:

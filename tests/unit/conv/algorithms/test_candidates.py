@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.conv.algorithms import im2col, phases, pointwise, winograd
+from penstock.conv.algorithms import im2col, patches, winograd
 from penstock.conv.algorithms.candidates import candidates
-from penstock.conv.geometry import PASSES, Geometry
+from penstock.conv.geometry import PASSES
 from support import conv_cases
 
 pytestmark = pytest.mark.legacy
@@ -96,7 +96,7 @@ def test_a_pointwise_weight_gradient_stays_under_the_cap(size: tuple[int, int]) 
 
     def largest(cap: int) -> int:
         with Largest() as seen:
-            pointwise.weight_gradient(geometry, exact.x, exact.dy, cap)
+            patches.weight_gradient(geometry, exact.x, exact.dy, cap)
         return seen.num_bytes
 
     assert largest(1024) <= 1024 < largest(1 << 20)
@@ -113,26 +113,6 @@ def largest_allocation(run: object) -> int:
         if event.name.startswith("aten::empty") or event.name == "[memory]"
     ]
     return int(max(sizes))
-
-
-def num_multiplications(g: Geometry) -> int:
-    return g.batch * g.num_positions * g.out_channels * g.group_in * g.num_taps
-
-
-def test_phases_multiply_nothing_by_zero() -> None:
-    """A strided input gradient needs at most as many multiplications as the forward pass."""
-    case = conv_cases.Case(name="", stride=2, size=(16, 16), kernel=3)
-    geometry = case.geometry(is_channels_last=False)
-    used: list[int] = []
-
-    def counted(g: Geometry, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        used.append(num_multiplications(g))
-        return im2col.forward(g, a, b, 1 << 20)
-
-    exact = conv_cases.exact(case, torch.float32)
-    phases.input_gradient(geometry, exact.dy, exact.w, counted)
-    assert len(used) == 4
-    assert sum(used) <= num_multiplications(geometry)
 
 
 def test_winograd_s_transforms_undo_each_other() -> None:
