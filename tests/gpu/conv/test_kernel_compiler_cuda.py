@@ -27,7 +27,12 @@ def empty_caches(tmp_path: Path, monkeypatch: Any) -> Any:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "penstock"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     tuning.forget()
-    kernel_compiler._states.clear()  # of kernels that earlier tests compiled into another cache
+    while kernel_compiler._num_threads:  # children of earlier tests would write to this cache
+        with kernel_compiler._lock:
+            while not kernel_compiler._waiting.empty():
+                kernel_compiler._waiting.get_nowait()
+        time.sleep(0.05)
+    kernel_compiler._states.clear()
     yield
     tuning.forget()
     kernel_compiler._states.clear()

@@ -23,32 +23,43 @@ def depthwise_lanes(
     stride_h, stride_w, step_h, step_w, pad_h, pad_w,
     x_n, x_c, x_h, x_w,
     y_n, y_c, y_h, y_w,
-    R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, NUM_R: tl.constexpr, NUM_S: tl.constexpr,
+    IS_FORWARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute ``BLOCK`` elements of ``y`` per program, in contiguous layout.
 
-    Without IS_FORWARD, ``y`` is the input gradient and ``x`` the output gradient.
+    Without IS_FORWARD, ``y`` is the input gradient and ``x`` the output gradient. The steps are
+    negative, and only every stride-th tap contributes to an element: NUM_R and NUM_S of them.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
     sample, channel, h, v = place_of(index, out_h, out_w, channels, False)
     x_at = x + sample * x_n + channel * x_c
+    if IS_FORWARD:
+        from_h = h * stride_h - pad_h
+        from_w = v * stride_w - pad_w
+    else:
+        from_h = (h + pad_h) // stride_h
+        from_w = (v + pad_w) // stride_w
+        first_h = h + pad_h - from_h * stride_h
+        first_w = v + pad_w - from_w * stride_w
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for r in tl.static_range(R):
-        for s in tl.static_range(S):
-            if IS_FORWARD:
-                at_h = h * stride_h - pad_h + r * step_h
-                at_w = v * stride_w - pad_w + s * step_w
-                is_inside = (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
-            else:
-                far_h = h + pad_h - r * step_h
-                far_w = v + pad_w - s * step_w
-                at_h = far_h // stride_h
-                at_w = far_w // stride_w
-                is_hit = (at_h * stride_h == far_h) & (at_w * stride_w == far_w)
-                is_inside = is_hit & (far_h >= 0) & (at_h < in_h) & (far_w >= 0) & (at_w < in_w)
-            seen = tl.load(x_at + at_h * x_h + at_w * x_w, mask=is_here & is_inside, other=0.0)
-            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_here, other=0.0)
+    for i in tl.static_range(NUM_R):
+        at_h = from_h + i * step_h
+        is_row = is_here & (at_h >= 0) & (at_h < in_h)
+        r = i
+        if not IS_FORWARD:
+            r = first_h + i * stride_h
+            is_row = is_row & (r < R)
+        for j in tl.static_range(NUM_S):
+            at_w = from_w + j * step_w
+            is_inside = is_row & (at_w >= 0) & (at_w < in_w)
+            s = j
+            if not IS_FORWARD:
+                s = first_w + j * stride_w
+                is_inside = is_inside & (s < S)
+            seen = tl.load(x_at + at_h * x_h + at_w * x_w, mask=is_inside, other=0.0)
+            tap = tl.load(w + channel * (R * S) + r * S + s, mask=is_inside, other=0.0)
             sums += seen.to(tl.float32) * tap.to(tl.float32)
     y_at = y + sample * y_n + channel * y_c + h * y_h + v * y_w
     tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_here)
@@ -61,12 +72,13 @@ def depthwise_tile(
     stride_h, stride_w, step_h, step_w, pad_h, pad_w,
     x_n, x_h, x_w,
     y_n, y_h, y_w,
+    w_c, w_tap,
     R: tl.constexpr, S: tl.constexpr, IS_FORWARD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of positions and channels of ``y``, in channels_last layout.
 
-    Neighboring channels are read and written together. The weights are ``w[tap, channel]``.
+    Neighboring channels are read and written together.
     Channels and strides are given in multiples of UNIT: a program that knows that 72 is a multiple
     of 8 reads 8 elements at a time. Without IS_FORWARD, ``y`` is the input gradient and ``x`` the
     output gradient.
@@ -102,7 +114,7 @@ def depthwise_tile(
                 mask=is_inside[:, None] & is_channel[None, :],
                 other=0.0,
             )
-            tap = tl.load(w + (r * S + s) * channels * UNIT + channel, mask=is_channel, other=0.0)
+            tap = tl.load(w + (r * S + s) * w_tap + channel * w_c, mask=is_channel, other=0.0)
             sums += seen.to(tl.float32) * tap.to(tl.float32)[None, :]
     y_at = y + ((sample * y_n + h * y_h + v * y_w) * UNIT)[:, None] + channel[None, :]
     tl.store(y_at, sums.to(y.dtype.element_ty), mask=is_row[:, None] & is_channel[None, :])

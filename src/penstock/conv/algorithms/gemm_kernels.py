@@ -74,6 +74,16 @@ def _split_tap(tap, taps_h, taps_w, DEEP: tl.constexpr):
     return q, r, s
 
 
+@triton.jit
+def _inside(first, step, size, taps):
+    """Return bits that tell which of at most 31 taps along an axis are inside the input."""
+    bits = first * 0
+    for tap in range(taps):
+        at = first + tap * step
+        bits = bits | (((at >= 0) & (at < size)).to(tl.int32) << tap)
+    return bits
+
+
 @kernel
 def gather_gemm(
     x, w, y,
@@ -82,15 +92,16 @@ def gather_gemm(
     x_n, x_c, x_d, x_h, x_w,
     w_g, w_q, w_r, w_s, w_c, w_k,
     y_n, y_c, y_d, y_h, y_w,
-    DEEP: tl.constexpr, IS_PHASED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DEEP: tl.constexpr, IS_PHASED: tl.constexpr, EVEN: tl.constexpr, IS_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """Compute ``y[n, o, h, w]``, the sum of ``x[n, c, h * stride + r * step + offset, ...] * w``.
 
     The weights are ``w[q, r, s, c, o]``. Forward pass: the step is the dilation, and the offset is
     minus the padding. Input gradient: the step is negative, and the offset is the padding. The
     second program axis is the group. DEEP: there are three spatial axes; without it, the depth is
-    1. EVEN: each block of the depth is within one tap.
+    1. EVEN: each block of the depth is within one tap, so only one number is added to the addresses
+    of a block to get those of the next. IS_PADDED: the last block of a tap has fewer channels.
 
     IS_PHASED computes all phases of a strided, undilated input gradient, one per program of the
     third axis. The stride is that of the convolution, and the sizes and strides cover all
@@ -152,28 +163,38 @@ def gather_gemm(
     w_columns = w + w_first + group * w_g + columns * w_k
     inner = tl.arange(0, BLOCK_K)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, depth, BLOCK_K):
-        if EVEN:
-            tap = start // channels
-            channel = start - tap * channels + inner
+    if EVEN:
+        x_base = x_rows + from_h * x_h + from_w * x_w
+        taps = taps_h * taps_w
+        if DEEP:
+            x_base += from_d * x_d
+            taps = taps * taps_d
+        x_tile = x_base[:, None] + (inner * x_c)[None, :]
+        w_tile = w_columns[None, :] + (inner * w_c)[:, None]
+        inside_h = _inside(from_h, step_h, in_h, taps_h)
+        inside_w = tl.where(is_row, _inside(from_w, step_w, in_w, taps_w), 0)
+        per_tap = tl.cdiv(channels, BLOCK_K)
+        for block in range(taps * per_tap):
+            tap = block // per_tap
+            first = (block - tap * per_tap) * BLOCK_K
             q, r, s = _split_tap(tap, taps_h, taps_w, DEEP)
-            at_h = from_h + r * step_h
-            at_w = from_w + s * step_w
-            is_inside = is_row & (at_h >= 0) & (at_h < in_h) & (at_w >= 0) & (at_w < in_w)
-            x_at = x_rows + at_h * x_h + at_w * x_w
+            is_inside = ((inside_h >> r) & (inside_w >> s) & 1) != 0
+            x_shift = r * step_h * x_h + s * step_w * x_w + first * x_c
             if DEEP:
                 at_d = from_d + q * step_d
                 is_inside = is_inside & (at_d >= 0) & (at_d < in_d)
-                x_at += at_d * x_d
-            left = tl.load(
-                x_at[:, None] + channel[None, :] * x_c, mask=is_inside[:, None], other=0.0
-            )
-            right = tl.load(
-                w_columns[None, :] + (q * w_q + r * w_r + s * w_s + channel * w_c)[:, None],
-                mask=is_column[None, :],
-                other=0.0,
-            )
-        else:
+                x_shift += q * step_d * x_d
+            is_left = is_inside[:, None]
+            is_right = is_column[None, :]
+            if IS_PADDED:
+                is_left = is_left & (first + inner < channels)[None, :]
+                is_right = is_right & (first + inner < channels)[:, None]
+            left = tl.load(x_tile + x_shift, mask=is_left, other=0.0)
+            w_shift = q * w_q + r * w_r + s * w_s + first * w_c
+            right = tl.load(w_tile + w_shift, mask=is_right, other=0.0)
+            sums = tl.dot(left, right, sums, input_precision="ieee")
+    else:
+        for start in range(0, depth, BLOCK_K):
             k = start + inner
             tap = k // channels
             channel = k - tap * channels
@@ -193,7 +214,7 @@ def gather_gemm(
                 mask=is_column[None, :] & (k < depth)[:, None],
                 other=0.0,
             )
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+            sums = tl.dot(left, right, sums, input_precision="ieee")
     y_rows = y + y_first + sample * y_n + places_h * y_h + places_w * y_w
     if DEEP:
         y_rows += places_d * y_d

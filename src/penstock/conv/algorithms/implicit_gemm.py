@@ -51,13 +51,17 @@ def _by_type(float32: Block, half: Block) -> dict[torch.dtype, Block]:
     return {torch.float32: float32, torch.float16: half, torch.bfloat16: half}
 
 
-# The tiles to try: the best of ten on an H200, for nine layers. penstock.conv.tuning picks one per
-# shape.
+# The tiles to try: the best of ten on an H200, for fifteen layers. penstock.conv.tuning picks one
+# per shape.
 WIDE, NARROW = "wide", "narrow"
 TILES = {
     WIDE: _by_type(Block(128, 64, 16, 4, 3), half=Block(128, 128, 32, 4, 4)),
     NARROW: _by_type(Block(64, 64, 16, 4, 3), half=Block(64, 128, 64, 4, 3)),
 }
+WIDE_LAST = _by_type(TILES[WIDE][torch.float32], half=Block(128, 64, 64, 4, 3))
+"""The wide tile in channels_last layout."""
+MAX_TAPS = 31
+"""Along an axis, for the faster of two loops."""
 
 
 def can(g: Geometry, dtype: torch.dtype, which: Pass | None = None) -> bool:
@@ -67,12 +71,17 @@ def can(g: Geometry, dtype: torch.dtype, which: Pass | None = None) -> bool:
     return dtype in TILES[WIDE] and largest < MAX_ELEMENTS and is_easy
 
 
-def _block(outputs: int, channels: int, depth: int, base: Block) -> Block:
-    """Return a tile no wider than the outputs, with a depth within one tap if possible."""
+def _block(outputs: int, channels: int, depth: int, base: Block) -> tuple[Block, bool]:
+    """Return a tile no wider than the outputs, and whether its depth is within one tap.
+
+    It is if that adds at most half as many channels.
+    """
     n = max(16, min(base.n, power(outputs)))
-    within = [k for k in (64, 32, 16) if k <= base.k and channels % k == 0]
-    k = within[0] if within else max(16, min(32, base.k, power(depth)))
-    return Block(base.m, n, k, base.warps if n >= 64 else 4, base.stages)
+    k = min((64, 32, 16), key=lambda k: (k > base.k, -(-channels // k) * k))
+    is_even = -(-channels // k) * k <= 1.5 * channels
+    if not is_even:
+        k = max(16, min(32, base.k, power(depth)))
+    return Block(base.m, n, k, base.warps if n >= 64 else 4, base.stages), is_even
 
 
 # -- forward and input gradient --------------------------------------------------------------------
@@ -130,7 +139,8 @@ def _prepare(
         channels, outputs, in_size, out_size = g.group_out, g.group_in, g.out_size, g.in_size
         step, offset = three(tuple(-d for d in g.dilation), 1), three(g.padding, 0)
         phases, one = prod(stride), stride  # the first phase is the largest
-    block = _block(outputs, channels, -(-g.num_taps // phases) * channels, TILES[tile][a.dtype])
+    base = (WIDE_LAST if tile == WIDE and g.is_channels_last else TILES[tile])[a.dtype]
+    block, is_even = _block(outputs, channels, -(-g.num_taps // phases) * channels, base)
     size = three(out_size, 1)
     rows = g.batch * prod(-(-n // s) for n, s in zip(size, one, strict=True))
     make = empty(g, outputs * g.groups, out_size, a.dtype)
@@ -145,7 +155,8 @@ def _prepare(
         {
             "DEEP": g.num_dims == 3,
             "IS_PHASED": phases > 1,
-            "EVEN": channels % block.k == 0,
+            "EVEN": is_even and max(g.kernel) <= MAX_TAPS,
+            "IS_PADDED": channels % block.k != 0,
             "BLOCK_M": block.m,
             "BLOCK_N": block.n,
             "BLOCK_K": block.k,

@@ -3,8 +3,7 @@
 Error: sums of ``C * taps`` products, summed by torch's matrix product. Memory in addition to inputs
 and results: none for 1x1 in channels_last layout with stride 1. Otherwise a copy of the windows,
 which is at most the size of ``x``. In contiguous layout a weight gradient takes ``O * C * taps``
-elements for each sample, or the size of x and dy if that is less, for as many samples at a time as
-the cap allows.
+elements for each sample. If these exceed the sample or the cap, im2col computes it.
 
 Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, samples_under, sum_dtype
+from penstock.conv.algorithms import im2col
+from penstock.conv.geometry import Geometry, Prepared, Sizes, dense, empty, sum_dtype
 
 
 def can(g: Geometry) -> bool:
@@ -135,13 +135,13 @@ def _settle_weights(g: Geometry, w: torch.Tensor) -> Callable[[torch.Tensor], to
 def prepare_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
 ) -> Prepared:
-    """Compute ``dw`` by a product over all positions, with as many samples at a time as fit."""
+    """Compute ``dw`` by a product over all positions, or for each sample if those are smaller."""
     depth, outputs, num = _depth(g), g.out_channels, g.num_positions
     is_last = g.is_channels_last
-    if not is_last and (
-        not _by_sample(g) or g.batch * depth * outputs * x.element_size() > cap_bytes
-    ):
-        return lambda x, dy: weight_gradient(g, x, dy, cap_bytes)
+    if not is_last:
+        by_sample_bytes = g.batch * depth * outputs * x.element_size()
+        if max(depth, outputs) > num or by_sample_bytes > cap_bytes:
+            return lambda x, dy: im2col.weight_gradient(g, x, dy, cap_bytes)
     shape, strides = (outputs, g.in_channels, *g.kernel), g.strides(g.in_channels, g.kernel)
     settle, settle_error = _settle(g, x), dense(g, dy, outputs, g.out_size)
     rows: tuple[Sizes, Sizes]
@@ -162,30 +162,3 @@ def prepare_weight_gradient(
         return dw.to(dtype).as_strided(shape, strides)
 
     return run
-
-
-def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dw`` in contiguous layout."""
-    places = (_depth(g) + g.out_channels) * g.num_positions
-    each = _depth(g) * g.out_channels if _by_sample(g) else places
-    step = samples_under(cap_bytes, each * x.element_size(), g.batch)
-    windows = x.as_strided(*_windows(g, x.stride()))
-    total = _summed(g, windows[:step], dy[:step])
-    for start in range(step, g.batch, step):
-        total += _summed(g, windows[start : start + step], dy[start : start + step])
-    return total.to(x.dtype).view(g.out_channels, g.in_channels, *g.kernel)
-
-
-def _by_sample(g: Geometry) -> bool:
-    """Return True if the products of a sample are smaller than a copy of the sample."""
-    return max(_depth(g), g.out_channels) <= g.num_positions
-
-
-def _summed(g: Geometry, windows: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Return ``dw`` of some samples as a matrix, in float32 for half types."""
-    columns = windows.reshape(len(dy), _depth(g), g.num_positions)
-    errors = dy.reshape(len(dy), g.out_channels, g.num_positions)
-    if _by_sample(g):
-        return torch.bmm(errors, columns.transpose(1, 2)).sum(0, dtype=sum_dtype(dy))
-    rows = columns.transpose(1, 2).reshape(-1, _depth(g))
-    return torch.mm(errors.transpose(0, 1).reshape(g.out_channels, -1), rows).to(sum_dtype(dy))

@@ -43,6 +43,11 @@ CASES = (
     conv_cases.Case(name="1-d, dilated", size=(7,), dilation=2, channels=3, outputs=2),
     conv_cases.Case(name="gathered", channels=48, outputs=16, dilation=2, padding=3, size=(6, 7)),
     conv_cases.Case(name="gathered, strided", channels=16, outputs=5, stride=2, size=(6, 7)),
+    conv_cases.Case(name="24 channels", channels=24, outputs=5, size=(4, 5), stride=2, batch=1),
+    conv_cases.Case(name="depthwise 5x5", groups=2, channels=2, outputs=2, kernel=5, stride=2,
+                    padding=2, size=(5, 4), batch=1),
+    conv_cases.Case(name="depthwise, dilated", groups=2, channels=2, outputs=2, dilation=2,
+                    size=(5, 4), batch=1),
     conv_cases.Case(name="gathered, 3-d", channels=16, outputs=16, size=(3, 4, 3)),
 )
 WORDS = ("implicit", "lanes", "fused", "folded product", "merged", "gathered")

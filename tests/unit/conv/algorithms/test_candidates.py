@@ -96,7 +96,7 @@ def test_a_pointwise_weight_gradient_stays_under_the_cap(size: tuple[int, int]) 
 
     def largest(cap: int) -> int:
         with Largest() as seen:
-            patches.weight_gradient(geometry, exact.x, exact.dy, cap)
+            patches.prepare_weight_gradient(geometry, exact.x, exact.dy, cap)(exact.x, exact.dy)
         return seen.num_bytes
 
     assert largest(1024) <= 1024 < largest(1 << 20)
