@@ -145,13 +145,13 @@ def _prepare_lanes(g: Geometry, a: torch.Tensor, *, is_forward: bool) -> Prepare
         )
     else:
         down, across = (1, 1) if is_forward else two(g.stride, 1)
-        sign = 1 if is_forward else -1
-        steps = (*two(g.stride, 1), *(sign * n for n in two(g.dilation, 1)), *two(g.padding, 0))
+        step = g.dilation if is_forward else tuple(-d for d in g.dilation)
+        shapes = (*shapes[:6], *two(step, 1), *shapes[8:])
         constants |= {"NUM_R": -(-high // down), "NUM_S": -(-wide // across)}
         launch = Launch(
             depthwise_kernels.depthwise_lanes,
             (-(-num // BLOCK),),
-            (num, g.in_channels, *two(size, 1), *two(other, 1), *steps, *strides[0], *strides[1]),
+            (num, g.in_channels, *shapes, *strides[0], *strides[1]),
             {**constants, "BLOCK": BLOCK},
         )
     flat = (g.in_channels, g.num_taps)

@@ -228,9 +228,9 @@ def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Te
 def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
     """Compute ``dx`` of a convolution with stride 1: ``dy`` convolved with the taps in reverse."""
     back = turned(g)
-    for axis, padding in enumerate(back.padding, 2):
-        if padding < 0:  # the outermost positions of dy saw padding only
-            dy = dy.narrow(axis, -padding, dy.shape[axis] + 2 * padding)
+    for axis, missing in enumerate(back.padding, 2):
+        if missing < 0:  # the outermost positions of dy saw padding only
+            dy = dy.narrow(axis, -missing, dy.shape[axis] + 2 * missing)
     padding = tuple(max(0, p) for p in back.padding)
     grouped = w.reshape(g.groups, g.group_out, g.group_in, *g.kernel).transpose(1, 2)
     taps = grouped.flip([*range(3, g.num_dims + 3)])
