@@ -5,6 +5,7 @@ Used in the parent. Workers fill the slot of a batch. The parent only creates vi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 SLOW = 2.0
 """Workers that take less than this many times as long as the fastest one count as equal."""
-NEWS_SHARE = 0.25
-"""Weight of the newest batch in the time that a worker takes for a sample."""
+NUM_RECENT = 3
+"""The fastest of this many batches tells how long a worker takes. The first batch of a new worker,
+and one that a disk held up, do not count as slow."""
 FADE = 0.02
 """The time of an idle slow worker falls by this fraction each time all workers could have got a
 lease, so that a worker that is no longer slow is found out."""
@@ -125,6 +127,7 @@ class LeaseQueue:
         self._loads = [0] * num_workers
         self._sample_ns = [0.0] * num_workers
         """Time that each worker takes for a sample. 0: not known."""
+        self._recent_ns = [deque[float](maxlen=NUM_RECENT) for _ in range(num_workers)]
         self._owed: list[dict[tuple[int, int, int], Lease]] = [{} for _ in range(num_workers)]
         self._in_turn = in_turn
         self.begin()
@@ -147,12 +150,13 @@ class LeaseQueue:
 
     def note_time(self, worker: int, sample_ns: float) -> None:
         """Record how long a worker took for a sample."""
-        known = self._sample_ns[worker]
-        self._sample_ns[worker] = known + NEWS_SHARE * (sample_ns - known) if known else sample_ns
+        self._recent_ns[worker].append(sample_ns)
+        self._sample_ns[worker] = min(self._recent_ns[worker])
 
     def forget_time(self, worker: int) -> None:
         """Forget how long a worker takes. A new one may be on another machine."""
         self._sample_ns[worker] = 0.0
+        self._recent_ns[worker].clear()
 
     def owed(self, worker: int) -> list[Lease]:
         """Return the leases that a worker has not answered. It is working on the first."""

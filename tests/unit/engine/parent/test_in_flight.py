@@ -55,6 +55,15 @@ def test_a_machine_that_is_no_longer_slow_gets_its_share_again() -> None:
     assert give_and_load(turns, [100.0, 100.0], 400)[-40:].count(1) == 20
 
 
+@pytest.mark.parametrize(("num_slow", "share"), [(2, 0.5), (3, 0.0)])
+def test_a_batch_that_was_held_up_makes_no_machine_slow(num_slow: int, share: float) -> None:
+    turns = LeaseQueue(2, in_turn=False, ready={0, 1})
+    for sample_ns in [100.0, 100.0, *[2000.0] * num_slow]:
+        turns.note_time(0, 100.0)
+        turns.note_time(1, sample_ns)
+    assert [turns.give(lease(2)) for _ in range(8)].count(1) == share * 8
+
+
 def test_a_new_worker_in_the_place_of_a_slow_one_gets_its_share() -> None:
     turns = LeaseQueue(2, in_turn=False, ready={0, 1})
     give_and_load(turns, [100.0, 900.0], 48)
