@@ -68,8 +68,9 @@ class ForkedWorker:
 
     def _wait(self, wait_s: float) -> int | None:
         if self._code is None:
-            self._code = self._fork_server.exit_code(self.pid, wait_s)
-            if self._code is not None:
+            code = self._fork_server.exit_code(self.pid, wait_s)
+            if code is not None:  # None is not kept: another thread may just have read the code
+                self._code = code
                 self._fork_server.forget(self.pid)
         return self._code
 
