@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import threading
 import time
@@ -205,7 +204,6 @@ def test_an_epoch_left_while_workers_start_leaves_none_behind(
     assert has_forked.wait(240)
     start, pool = producer._next._start, producer._next._pool  # type: ignore[union-attr]
     del producer, batches
-    gc.collect()
     assert pool._is_stopped
     has_left.set()
     start._thread.join(240)  # type: ignore[union-attr]
