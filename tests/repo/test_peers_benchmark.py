@@ -12,21 +12,24 @@ import pytest
 from support.paths import REPO
 
 
-@pytest.mark.slow
-def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-    script = str(REPO / "benchmarks" / "peers.py")
-    options = ["--here", "--quick", "--only", "numbers", "--contenders", "torch,penstock,ffcv"]
+def run_peers(home: Path, *options: str) -> list[str]:
+    """Run the benchmark of numbers, and return the tables that it prints."""
+    options = ("--here", "--quick", "--only", "numbers", "--rows", "PyTorch;Penstock", *options)
     ended = subprocess.run(
-        [sys.executable, script, *options, "--rows", "PyTorch;Penstock", "--home", str(tmp_path)],
+        [sys.executable, str(REPO / "benchmarks" / "peers.py"), *options, "--home", str(home)],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(REPO / "src")},
         timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    _, *tables = ended.stdout.split("\n\n")
+    return ended.stdout.split("\n\n")[1:]
+
+
+@pytest.mark.slow
+def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
+    tables = run_peers(tmp_path, "--contenders", "torch,penstock,ffcv")
     assert len(tables) == 5  # transport, tiny samples, first and later batches, memory
     for table in tables:
         rows = {line[2:42].strip(): line[43:] for line in table.splitlines()[1:]}
@@ -37,19 +40,7 @@ def test_two_loaders_take_turns_and_a_peer_that_is_not_installed_has_a_row(tmp_p
 
 @pytest.mark.slow
 def test_one_process_for_all_turns_gives_rates_only(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
-    script = str(REPO / "benchmarks" / "peers.py")
-    options = ["--here", "--quick", "--keep", "--only", "numbers", "--contenders", "torch,penstock"]
-    ended = subprocess.run(
-        [sys.executable, script, *options, "--rows", "PyTorch;Penstock", "--home", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    _, *tables = ended.stdout.split("\n\n")
+    tables = run_peers(tmp_path, "--keep", "--contenders", "torch,penstock")
     assert len(tables) == 2  # transport and tiny samples, without first batches and memory
     for table in tables:
         rows = {line[2:42].strip(): line[43:] for line in table.splitlines()[1:]}

@@ -42,7 +42,7 @@ their memory is reused: 64 arrays of 150 KB, collected and then stacked, took 3 
 
 _ROWS_AT_ONCE = 32
 """Tensors over this many rows are made together. Made one by one, each takes 20 microseconds more
-between two images (Arm Neoverse N1), because torch's code is no longer in the CPU cache."""
+(Arm Neoverse N1), because the work on an image has removed torch's code from the CPU cache."""
 
 _DTYPE_AND_DEVICE = operator.attrgetter("dtype", "is_cpu")
 

@@ -25,8 +25,8 @@ NUM_RECENT = 3
 """The fastest of this many batches tells how long a worker takes. The first batch of a new worker,
 and one that a disk held up, do not count as slow."""
 FADE = 0.02
-"""The time of an idle slow worker falls by this fraction each time all workers could have got a
-lease, so that a worker that is no longer slow is found out."""
+"""The recorded time of an idle slow worker falls by this fraction for every lease per worker that
+the others get. After a while it gets a lease again, which shows whether it is still slow."""
 
 
 class PendingBatch:
@@ -150,8 +150,9 @@ class LeaseQueue:
 
     def note_time(self, worker: int, sample_ns: float) -> None:
         """Record how long a worker took for a sample."""
-        self._recent_ns[worker].append(sample_ns)
-        self._sample_ns[worker] = min(self._recent_ns[worker])
+        if self._has_machines:
+            self._recent_ns[worker].append(sample_ns)
+            self._sample_ns[worker] = min(self._recent_ns[worker])
 
     def forget_time(self, worker: int) -> None:
         """Forget how long a worker takes. A new one may be on another machine."""

@@ -64,7 +64,7 @@ def look_up(arguments: str) -> None:
 
 
 def _tell(why: str) -> None:
-    """Report why there is no answer yet. Thread-safe."""
+    """Print what the request is waiting for. Can be called from several threads."""
     _print({"trying": why})
 
 
