@@ -8,6 +8,7 @@ with the first parallel operation and does not survive a fork, unless its thread
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 SETTLE_S = 0.05
-_OPENMP = r"gomp|libomp|libiomp"
+_OPENMP, _OPENBLAS = r"gomp|libomp|libiomp", "openblas"
 _PAUSE_SOFT = 1
 """Value of ``omp_pause_soft``: the settings of OpenMP stay."""
 _USES_PTHREADS = 1
@@ -51,7 +52,7 @@ def stop_openmp_threads() -> None:
 
     The next parallel operation starts new ones. Does nothing if OpenMP is older than version 5.
     """
-    for library in _find_libraries(_OPENMP):
+    for library in _libraries()[_OPENMP]:
         with suppress(AttributeError):
             library.omp_pause_resource_all(_PAUSE_SOFT)
 
@@ -76,7 +77,7 @@ def single_threaded_openblas() -> Iterator[None]:
 
 def limit_openmp() -> None:
     """Set all OpenMP libraries of this process to one thread."""
-    for library in _find_libraries(_OPENMP):
+    for library in _libraries()[_OPENMP]:
         with suppress(AttributeError):
             library.omp_set_num_threads(1)
 
@@ -87,7 +88,7 @@ def _openblas() -> Iterator[tuple[ctypes.c_int, ctypes.c_int]]:
     ``openblas_set_num_threads`` would start the threads again after a fork. Each keeps a core busy
     for a while, at the time when workers start. Without it, OpenBLAS starts them on first use.
     """
-    for library in _find_libraries("openblas"):
+    for library in _libraries()[_OPENBLAS]:
         for prefix, suffix in itertools.product(("", "scipy_"), ("", "64_", "_64")):
             with suppress(AttributeError, ValueError):  # this build has other names
                 parallel = library[f"{prefix}openblas_get_parallel{suffix}"]()
@@ -99,11 +100,23 @@ def _openblas() -> Iterator[tuple[ctypes.c_int, ctypes.c_int]]:
                     break
 
 
-def _find_libraries(pattern: str) -> Iterator[Any]:
-    """Yield the shared libraries that this process has loaded and whose file names match."""
+@functools.lru_cache(maxsize=1)
+def _libraries() -> dict[str, list[Any]]:
+    """Return the shared libraries that this process has loaded, by the pattern of their names.
+
+    A child that is forked knows them from its parent: finding them takes a millisecond.
+    """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line[line.index("/") :].rstrip("\n") for line in maps if "/" in line}
+    found: dict[str, list[Any]] = {_OPENMP: [], _OPENBLAS: []}
     for path in sorted(paths):
-        if re.search(pattern, os.path.basename(path)):
-            with suppress(OSError):  # not a library, or deleted since
-                yield ctypes.CDLL(path)
+        for pattern, libraries in found.items():
+            if re.search(pattern, os.path.basename(path)):
+                with suppress(OSError):  # not a library, or deleted since
+                    libraries.append(ctypes.CDLL(path))
+    return found
+
+
+def forget_libraries() -> None:
+    """Look for libraries again. Called before the threads of this process are counted."""
+    _libraries.cache_clear()

@@ -51,6 +51,7 @@ _MAKERS = (
     | {"globals", "eval", "exec"}
 )
 """Names in code that creates generators, or reads randomness from the operating system."""
+_MAY_DRAW = _MAKERS | {"random"}
 _STATE_READERS = {
     *("bit_generator", "state", "getstate", "setstate", "get_state", "set_state", "seed_seq"),
     *("copy", "deepcopy", "jumped", "spawn", "initial_seed", "clone_state", "__getstate__"),
@@ -270,25 +271,29 @@ class NamedGenerators(NamedTuple):
     by_root: dict[str, list[tuple[str, Any]]]
 
 
-def name_generators(**roots: Any) -> tuple[NamedGenerators, dict[str, State]]:
+def name_generators(**roots: Any) -> tuple[NamedGenerators, dict[str, State], bool]:
     """Name the generators of a dataset and a collate_fn. Called by the parent before workers start.
 
     Returns the names, and the states by name of generators in modules, which a worker process may
-    import again. Pairs with ``names`` and ``states`` of :class:`DatasetGenerators`.
+    import again. Pairs with ``names`` and ``states`` of :class:`DatasetGenerators`. The last value
+    is False if a sample seems to draw nothing from generators of Python and NumPy.
     """
     names = NamedGenerators({})
     states: dict[str, State] = {}
+    may_draw = False
     for path, root in roots.items():
         taken: set[str] = set()
-        found = ObjectWalk(_is_generator, _barren_of(root)).find(path, root)
+        walk = ObjectWalk(_is_generator, _barren_of(root))
+        found = walk.find(path, root)
         pairs = names.by_root[path] = [(_unique(place, taken), value) for place, value in found]
+        may_draw = may_draw or bool(pairs) or not _MAY_DRAW.isdisjoint(walk.names)
         for name, value in pairs:
             if name.startswith((f"{path}.", f"{path}[")):
                 continue
             one = _recognise(name, value, is_worker=False)
             if one is not None and one.access is not None and one.access.save is not None:
                 states[name] = one.access.save()
-    return names, states
+    return names, states, may_draw
 
 
 def _unique(path: str, taken: set[str]) -> str:

@@ -30,6 +30,7 @@ while it draws, or stores values drawn from a global generator, is reported in `
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -680,8 +681,12 @@ def _hash_seeds(seed: int, epoch: int, position: int) -> list[tuple[int, int]]:
     return list(zip(numpy_seeds, torch_seeds, strict=True))
 
 
-def seed_worker(base_seed: int, worker: int) -> int:
-    """Seed this process as PyTorch seeds its worker ``worker``. Returns that worker's seed."""
+def seed_worker(base_seed: int, worker: int, *, waits_for_numpy: bool = False) -> int:
+    """Seed this process as PyTorch seeds its worker ``worker``. Returns that worker's seed.
+
+    Args:
+        waits_for_numpy: Do not import ``numpy.random``. See :class:`SampleRandomness`.
+    """
     import torch
     from torch.utils.data._utils.worker import _generate_state  # PyTorch's own NumPy seed
 
@@ -690,5 +695,6 @@ def seed_worker(base_seed: int, worker: int) -> int:
         seed -= MASK + 1
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(_generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
+    if not waits_for_numpy or "numpy.random" in sys.modules:
+        np.random.seed(_generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
     return seed

@@ -100,3 +100,68 @@ def test_the_caller_finds_an_unseeded_generator(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(REPO / "src")}
     told = {scripts.run(CALLERS, tmp_path, **env).stdout for _ in range(2)}
     assert len(told) == 2
+
+
+IN_WORKERS = """
+import sys, torch
+import numpy as np
+from penstock import DataLoader
+first = {first}
+
+class Draws:
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index < first:
+            return 0.0
+        return float(getattr(np, "".join(["ran", "dom"])).rand())  # no search of the code finds it
+
+for workers in (2, 1, 0):
+    print(torch.cat(list(DataLoader(Draws(), batch_size=16, seed=7, num_workers=workers))).tolist())
+    assert workers == 0 or "numpy.random" not in sys.modules
+"""
+
+
+@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
+@pytest.mark.parametrize("first", [0, 3, 20, 64], ids=["first", "observed", "unseeded", "never"])
+def test_a_sample_that_imports_it_in_a_worker_is_loaded_again(first: int, tmp_path: Path) -> None:
+    program = IN_WORKERS.replace("{first}", str(first))
+    told = scripts.run(program, tmp_path, PYTHONPATH=str(REPO / "src"))
+    assert told.returncode == 0, told.stderr
+    two, one, inline = told.stdout.splitlines()
+    assert two == one == inline
+    assert len(set(two.strip("[]").split(", "))) == min(65 - first, 64)
+
+
+WHO_IMPORTS = """
+import sys, torch
+from penstock import DataLoader
+
+class Imported:
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        {code}
+        return int("numpy.random" in sys.modules)
+
+print(torch.cat(list(DataLoader(Imported(), batch_size=2, num_workers=2, {options}))).tolist())
+"""
+
+
+@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
+@pytest.mark.parametrize(
+    ("code", "options", "imported"),
+    [
+        ("pass", "", 0),
+        ("random = __import__('random').random", "", 1),
+        ("pass", "worker_init_fn=print", 1),
+        ("pass", "randomness='worker'", 1),
+        ("pass", "collate_fn=torch.tensor", 1),
+    ],
+    ids=["draws nothing", "names random", "init", "worker's seeds", "collate"],
+)
+def test_workers_import_it_only_where_it_may_be_used(
+    code: str, options: str, imported: int, tmp_path: Path
+) -> None:
+    program = WHO_IMPORTS.replace("{code}", code).replace("{options}", options)
+    told = scripts.run(program, tmp_path, PYTHONPATH=str(REPO / "src"))
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines()[-1] == str([imported] * 4)

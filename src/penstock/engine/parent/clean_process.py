@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 from penstock.engine.memory.fork_watch import process_forks
@@ -24,6 +25,7 @@ from penstock.machine.host import is_library_file
 from penstock.machine.native_threads import (
     count_openblas_threads,
     count_threads,
+    forget_libraries,
     stop_openmp_threads,
     wait_for_threads,
 )
@@ -85,6 +87,7 @@ def _check_thread() -> str | None:
 
 def _check_threads() -> str | None:
     """Count threads. Those of OpenBLAS are allowed, because it stops them before a fork."""
+    forget_libraries()
     if count_threads() == 1:
         return None
     num_allowed = 1 + count_openblas_threads()
@@ -120,10 +123,12 @@ def _check_frames() -> str | None:
     error = sys.exc_info()[0]
     if error is not None:
         return f"the loader was created while {error.__name__} was being handled"
-    for name in list(sys.modules):
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if getattr(spec, "_initializing", False):
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:  # this thread is the only one
+        if frame.f_code.co_name == "_load_unlocked" and "importlib" in frame.f_code.co_filename:
+            name = frame.f_locals["spec"].name
             return f"the loader was created while {name} was being imported"
+        frame = frame.f_back
     return None
 
 

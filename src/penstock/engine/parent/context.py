@@ -134,7 +134,9 @@ class LoadContext:
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             sharding: Any = torch_loader._sharding_worker_init_fn
             init_fn = functools.partial(sharding, init_fn, *self.ranks)
-        names, states = self._name_generators()
+        names, states, may_draw = self._name_generators()
+        # NumPy imports numpy.random on first use, which takes 10 ms.
+        waits_for_numpy = not may_draw and init_fn is None and self.settings.in_flight is None
         return {
             "dataset": self.dataset,
             "collate_fn": self.collate_fn,
@@ -143,12 +145,13 @@ class LoadContext:
             "collators": custom_collators(),
             "generator_states": states,
             "bit_generator": replaced_bit_generator(),
+            "waits_for_numpy": waits_for_numpy,
             "generator_names": names,  # last: it refers to objects pickled before it
         }
 
-    def _name_generators(self) -> tuple[NamedGenerators, dict[str, Any]]:
-        if not self.settings.per_sample:
-            return NamedGenerators({}), {}
+    def _name_generators(self) -> tuple[NamedGenerators, dict[str, Any], bool]:
+        if not self.settings.per_sample or self.is_iterable:
+            return NamedGenerators({}), {}, True
         roots = {"dataset": self.dataset}
         if not is_default_collate(self.collate_fn):
             roots["collate_fn"] = self.collate_fn

@@ -345,6 +345,7 @@ class ForkServer:
 def _import_common_modules() -> None:
     """Import what this process and its workers need, so that the fork server has it, too."""
     with importing():
+        import penstock.engine.memory.batch_layout
         import penstock.engine.pickling.exceptions
         import penstock.engine.pickling.unpickling  # noqa: F401
 

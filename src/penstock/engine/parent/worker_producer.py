@@ -191,12 +191,12 @@ class WorkerProducer:
         Raises:
             StartFailed, OSError: A worker does not start.
         """
+        with importing():  # while a new fork server gets ready
+            from penstock.engine.parent.dispatch import Dispatcher
+
         self._start.finish()
         context, pool = self._context, self._pool
         task, memory, cells, policy, start_ns = self._prepared
-        with importing():  # while the workers start
-            from penstock.engine.parent.dispatch import Dispatcher
-
         self.dispatcher = Dispatcher(
             pool=pool,
             ring=context.make_ring(memory),

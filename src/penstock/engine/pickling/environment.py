@@ -64,8 +64,9 @@ def import_path() -> list[str]:
 
 def apply_environment(environment: dict[str, Any]) -> None:
     """Apply the parent's environment. Called by a worker before it unpickles its objects."""
-    os.environ.clear()
-    os.environ.update(environment["environ"])
+    if os.environ != environment["environ"]:
+        os.environ.clear()
+        os.environ.update(environment["environ"])
     if environment["folder"]:
         with suppress(OSError):  # deleted since: the user's relative paths fail with their names
             os.chdir(environment["folder"])

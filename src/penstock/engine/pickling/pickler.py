@@ -286,10 +286,11 @@ class PickledObjects:
         self._process = pickler.process
         self.notes = pickler.handles.notes
         self._large_tensors = pickler.large_tensors
-        self.modules = tuple(
-            (name, count_reloads(name))
-            for name in sorted(_importable(pickler.modules - pickler.by_value.names))
-        )
+        modules = _importable(pickler.modules - pickler.by_value.names)
+        if not objects.get("waits_for_numpy", True):
+            modules.add("numpy.random")
+        self.modules = tuple((name, count_reloads(name)) for name in sorted(modules))
+        """What the fork server imports before it forks workers, and the number of reloads."""
 
     def to_shared_file(self, server_memory: ServerMemory | None = None) -> PickleFile:
         """Copy the stream and buffers to shared memory, except what the fork server holds already.

@@ -24,6 +24,8 @@ def count_all_reloads() -> None:
 
 def count_reloads(name: str) -> int:
     """Return how often a module was reloaded. Each ``reload`` gives it a new spec."""
+    if name not in sys.modules:  # only workers need it
+        return 0
     spec = sys.modules[name].__spec__
     if _latest_specs.setdefault(name, spec) is not spec:
         _latest_specs[name] = spec

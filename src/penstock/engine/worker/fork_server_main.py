@@ -94,13 +94,15 @@ def _prepare() -> None:
     import torch  # noqa: F401
 
     import penstock.engine.pickling.unpickling
-    import penstock.engine.worker.loop  # noqa: F401
-    from penstock.order.global_generators import numpy_generator, python_generator
+    import penstock.engine.worker.loop
+    import penstock.engine.worker.loop_choice  # noqa: F401
+    from penstock.order.global_generators import numpy_generator_if_imported, python_generator
     from penstock.order.sample_randomness import seed_worker
 
-    seed_worker(0, 0)  # torch keeps the stack of the call, and reads the sources of its frames
+    # torch keeps the stack of the call, and reads the sources of its frames.
+    seed_worker(0, 0, waits_for_numpy=True)
     python_generator()
-    numpy_generator()
+    numpy_generator_if_imported()
 
 
 @contextmanager

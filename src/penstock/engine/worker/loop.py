@@ -143,6 +143,7 @@ class WorkerLoop:
                 states=states,
                 names=objects.get("generator_names"),
                 init_states=objects.get("init_states"),
+                waits_for_numpy=not is_thread and objects["waits_for_numpy"],
             )
         on_error = objects.get("on_error", "raise")
         self._bad_policy: BadSamplePolicy | None = None

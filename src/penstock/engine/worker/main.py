@@ -128,7 +128,7 @@ def prepare_worker(
     from penstock.order.global_generators import save_generators
     from penstock.order.sample_randomness import seed_worker
 
-    seed = seed_worker(task.base_seed, number)
+    seed = seed_worker(task.base_seed, number, waits_for_numpy=objects["waits_for_numpy"])
     objects["dataset"] = seed_pipes(objects["dataset"], task.shared_seed)
     info_class: Any = torch_worker.WorkerInfo
     if task.is_iterable:
