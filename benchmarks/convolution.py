@@ -41,7 +41,7 @@ from conv_shapes import (
     time_ms,
 )
 from penstock.cli.loader_timing import take_turns
-from penstock.conv import tuning
+from penstock.conv import kernel_compiler, tuning
 from penstock.conv.algorithms import triton_launch
 from penstock.conv.bypass import bypass_convolutions
 from record import describe_machine, describe_versions, save, today
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
             keep("first", _first(console, network))
     if "steps" in options.only:
         tuning.in_background, tuning.CREDIT_S = True, 1e9
-        for network in NETWORKS if options.device == "cuda" else ("ResNet-50", "YOLOv8n"):
+        for network in options.networks:
             keep("steps", _steps(console, network, options))
     if options.save:
         console.print(f"Saved as benchmarks/results/convolution-{options.save}.json")
@@ -97,8 +97,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=["layers", "first", "steps", "caps"]
     )
+    parser.add_argument("--layers", default="", metavar="TEXT", help="only layers with this text")
+    parser.add_argument("--networks", type=lambda text: text.split(","), help="only these steps")
     parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
+    parser.add_argument("--calls", type=int, help="calls of a layer in each turn (default 20)")
     parser.add_argument("--quick", action="store_true", help="3 short turns: a smoke test")
     parser.add_argument("--save", metavar="NAME", help="write results/convolution-NAME.json")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
@@ -106,9 +109,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.types is None:
         options.types = ["float32", "bfloat16"] if options.device == "cuda" else ["float32"]
     options.repeats = options.repeats or (3 if options.quick else 7)
-    options.calls = 5 if options.quick else 20
-    if options.device == "cpu":
-        options.calls = 1 if options.quick else 3
+    calls = (1, 3) if options.device == "cpu" else (5, 20)
+    options.calls = options.calls or calls[not options.quick]
+    usual = [*NETWORKS] if options.device == "cuda" else ["ResNet-50", "YOLOv8n"]
+    options.networks = options.networks or usual
     return options
 
 
@@ -134,10 +138,13 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
     if "layers" not in options.only:
         return []
     sets = {"eleven layers": LAYERS, "other layers": OTHER_LAYERS}
+    sets = {k: [one for one in v if options.layers in one.name] for k, v in sets.items()}
     if options.device == "cuda":
-        _request_kernels([*LAYERS, *OTHER_LAYERS], TYPES[type_name])
+        _request_kernels([one for layers in sets.values() for one in layers], TYPES[type_name])
     found = []
     for title, layers in sets.items():
+        if not layers:
+            continue
         shown = layers if options.device == "cuda" else [one.scaled(8) for one in layers]
         records = [{"set": title, **_layer(one, type_name, options)} for one in shown]
         _print_layers(console, f"{type_name}, {title}", records)
@@ -146,13 +153,16 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
 
 
 def _request_kernels(layers: list[Layer], dtype: torch.dtype) -> None:
-    """Have the kernels of all layers compiled at once, before the layers are tuned one by one."""
+    """Compile the kernels of all layers at once. No layer is tuned or timed meanwhile."""
     tuning.in_background, tuning.CREDIT_S = True, 1e9
     for layer in layers:
         problem = Problem(layer, "cuda", dtype, is_last=dtype != torch.float32)
         with bypass_convolutions("on", devices=("cuda",)):
             for _ in range(8):
                 problem.native()
+    while kernel_compiler.num_waiting():
+        time.sleep(0.1)
+    tuning.forget()  # what was measured while the children were busy
     tuning.in_background = False
 
 
@@ -273,6 +283,8 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
     for type_name in dict.fromkeys(r["type"] for r in records):
         eleven = [r for r in records if r["set"] == "eleven layers"]
         chosen = [r["median_ms"] for r in eleven if r["type"] == type_name]
+        if not chosen:
+            continue
         library, aten, unfold, ours = (
             sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
         )

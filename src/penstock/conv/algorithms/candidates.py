@@ -94,9 +94,6 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
     is_folded = which == INPUT_GRADIENT and not g.is_depthwise
     folded = [Candidate("columns, folded", unprepared(col2im.input_gradient))] * is_folded
     if is_folded and FOLD_BELOW * g.group_in <= g.group_out:
-        if has_triton and col2im.can_triton(g, dtype):
-            run = col2im.prepare_input_gradient
-            found.append(Candidate("folded product", run, needs_triton=True))
         found += folded
         folded = []
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)

@@ -2,7 +2,7 @@
 
 One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
 position of ``dy``. The numbers are then added to their input positions by torch's own col2im (1-d
-and 2-d), tap by tap (3-d), or by a Triton kernel (``prepare_input_gradient``, 1-d and 2-d).
+and 2-d) or tap by tap (3-d).
 
 Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
 over the taps are in float32 and rounded once more.
@@ -15,25 +15,13 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import prod
-
 import torch
 
-from penstock.conv.algorithms.implicit_gemm import can as can_gather
-from penstock.conv.algorithms.triton_launch import Launch, four, kernels, two
-from penstock.conv.geometry import (
-    Geometry,
-    Prepared,
-    Sizes,
-    dense,
-    empty,
-    output_size,
-    samples_under,
-    sum_dtype,
-)
+from penstock.conv.algorithms.triton_launch import two
+from penstock.conv.geometry import Geometry, output_size, samples_under, sum_dtype
 
-BLOCK = 256
+SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16) if hasattr(torch, "compile") else ()
+"""Half types that torch's col2im takes on a GPU. It sums them in float32."""
 
 
 def _sample_bytes(g: Geometry, dy: torch.Tensor) -> int:
@@ -69,70 +57,6 @@ def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
     size, kernel, step, stride = (
         two(values, 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
     )
-    padding = two(g.padding, 0)
-    return torch.nn.functional.fold(cells.to(sum_dtype(cells)), size, kernel, step, padding, stride)
-
-
-# -- Triton ----------------------------------------------------------------------------------------
-
-
-def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
-    """Return True for one group and a kernel small enough to unroll."""
-    return g.num_dims <= 2 and can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
-
-
-def _prepare(g: Geometry, dy: torch.Tensor) -> Prepared:
-    make = empty(g, g.in_channels, g.in_size, dy.dtype)
-    high, wide = two(g.kernel, 1)
-    depth, places = g.in_channels * g.num_taps, g.num_positions
-    cells = (places * depth, 1, depth) if g.is_channels_last else (depth * places, places, 1)
-    num = g.batch * g.in_channels * prod(g.in_size)
-    launch = Launch(
-        kernels().fold,
-        (-(-num // BLOCK),),
-        (
-            *(num, g.in_channels, *two(g.in_size, 1), *two(g.out_size, 1)),
-            *(*two(g.stride, 1), *two(g.dilation, 1), *two(g.padding, 0)),
-            *(*cells, *four(g.strides(g.in_channels, g.in_size))),
-        ),
-        {"R": high, "S": wide, "IS_LAST": g.is_channels_last, "BLOCK": BLOCK},
-    )
-
-    settle, is_last = dense(g, dy, g.out_channels, g.out_size), g.is_channels_last
-    errors: tuple[Sizes, Sizes]
-    matrix: tuple[Sizes, Sizes]
-    if is_last:
-        errors = ((g.batch * places, g.out_channels), (g.out_channels, 1))
-        matrix = ((g.out_channels, depth), (depth, 1))
-    else:
-        errors = ((g.batch, g.out_channels, places), (g.out_channels * places, places, 1))
-        matrix = ((g.batch, depth, g.out_channels), (0, 1, depth))
-
-    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        given, taps = settle(dy).as_strided(*errors), w.contiguous().as_strided(*matrix)
-        dx = make(dy)
-        launch(torch.mm(given, taps) if is_last else torch.bmm(taps, given), dx)
-        return dx
-
-    return run
-
-
-def prepare_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``dx`` with one product and one kernel that sums the taps of each position."""
-    step = samples_under(cap_bytes, _sample_bytes(g, dy), g.batch)
-    if step == g.batch:
-        return _prepare(g, dy)
-    make, kinds = empty(g, g.in_channels, g.in_size, dy.dtype), dict[int, Prepared]()
-    for num in {step, g.batch % step or step}:
-        kinds[num] = _prepare(replace(g, batch=num), dy[:num])
-
-    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        dx = make(dy)
-        for start in range(0, g.batch, step):
-            part = dy[start : start + step]
-            dx[start : start + step] = kinds[len(part)](part, w)
-        return dx
-
-    return run
+    if not cells.is_cuda or cells.dtype not in SUMMED_IN_FLOAT32:
+        cells = cells.to(sum_dtype(cells))
+    return torch.nn.functional.fold(cells, size, kernel, step, two(g.padding, 0), stride)
