@@ -97,7 +97,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=["layers", "first", "steps", "caps"]
     )
-    parser.add_argument("--layers", default="", metavar="TEXT", help="only layers with this text")
+    parser.add_argument("--layers", type=lambda text: text.split(","), default=[""],
+                        help="only layers whose names contain one of these texts")  # fmt: skip
+    parser.add_argument("--no-unfold", action="store_true", help="leave out unfold + matmul")
     parser.add_argument("--networks", type=lambda text: text.split(","), help="only these steps")
     parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
@@ -138,7 +140,10 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
     if "layers" not in options.only:
         return []
     sets = {"eleven layers": LAYERS, "other layers": OTHER_LAYERS}
-    sets = {k: [one for one in v if options.layers in one.name] for k, v in sets.items()}
+    sets = {
+        title: [one for one in layers if any(text in one.name for text in options.layers)]
+        for title, layers in sets.items()
+    }
     if options.device == "cuda":
         _request_kernels([one for layers in sets.values() for one in layers], TYPES[type_name])
     found = []
@@ -160,7 +165,7 @@ def _request_kernels(layers: list[Layer], dtype: torch.dtype) -> None:
         with bypass_convolutions("on", devices=("cuda",)):
             for _ in range(8):
                 problem.native()
-    while kernel_compiler.num_waiting():
+    while not all(kernel_compiler._states.values()):
         time.sleep(0.1)
     tuning.forget()  # what was measured while the children were busy
     tuning.in_background = False
@@ -174,7 +179,7 @@ def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[st
     record: dict[str, Any] = {"layer": layer.name, "batch": layer.batch, "type": type_name}
     record["memory_bytes"], record["error"], record["gpu_ms"] = {}, {}, {}
     for name, (surroundings, method) in contenders(device).items():
-        if method == "unfold" and not problem.can_unfold:
+        if method == "unfold" and (options.no_unfold or not problem.can_unfold):
             continue
         run = getattr(problem, method)
         with surroundings() as inside:
@@ -285,14 +290,15 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
         chosen = [r["median_ms"] for r in eleven if r["type"] == type_name]
         if not chosen:
             continue
-        library, aten, unfold, ours = (
-            sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
-        )
+        sums = {name: sum(c[name] for c in chosen) for name in chosen[0]}
+        library, *others, ours = sums.values()
         lines = [(f"sum {ours / library:.2f}x the library", TARGETS.get(type_name), ours / library)]
         worst = max(c["Penstock"] / next(iter(c.values())) for c in chosen)
         lines.append((f"worst layer {worst:.2f}x", MAX_LAYER, worst))
-        lines.append((f"ATen {aten / ours:.1f}x, unfold {unfold / ours:.1f}x slower than ours",
-                      None, 0.0))  # fmt: skip
+        slower = ", ".join(
+            f"{name} {ms / ours:.1f}x" for name, ms in zip([*sums][1:-1], others, strict=True)
+        )
+        lines.append((f"{slower} slower than ours", None, 0.0))
         for text, bound, value in lines:
             verdict = ""
             if bound is not None and device == "cuda":
@@ -312,12 +318,14 @@ def _steps(console: Console, network: str, options: argparse.Namespace) -> list[
     for is_half in (False, True) if device == "cuda" else (False,):
         step = training_step(network, device, is_half=is_half, divisor=1 if device == "cuda" else 8)
         turns, memory = {}, {}
+        tuning.forget()
         for name, (surroundings, method) in contenders(device).items():
             if method == "unfold":
                 continue
             with surroundings():
                 step()
-                _tune(step)
+                if name == "Penstock":
+                    _tune(step)
                 memory[name] = peak_bytes(step) if device == "cuda" else 0
             turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
         samples = take_turns(turns, min(options.repeats, 5))

@@ -99,11 +99,6 @@ def is_compiled(job: Job) -> bool:
     return _states.get(job, False)
 
 
-def num_waiting() -> int:
-    """Return the number of kernels that were requested and are not compiled yet."""
-    return [*_states.values()].count(False)
-
-
 def _target() -> list[Any]:
     from triton.runtime.driver import driver
 

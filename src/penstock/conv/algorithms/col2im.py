@@ -2,7 +2,7 @@
 
 One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
 position of ``dy``. The numbers are then added to their input positions by torch's own col2im (1-d
-and 2-d) or tap by tap (3-d).
+and 2-d), tap by tap (3-d), or by a Triton kernel (``prepare_input_gradient``, 1-d and 2-d).
 
 Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
 over the taps are in float32 and rounded once more.
@@ -15,33 +15,17 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
+
 import torch
 
-from penstock.conv.algorithms.triton_launch import two
-from penstock.conv.geometry import Geometry, output_size, samples_under, sum_dtype
+from penstock.conv.algorithms.implicit_gemm import can as can_gather
+from penstock.conv.algorithms.triton_launch import Launch, kernels, two
+from penstock.conv.geometry import Geometry, Prepared, output_size, samples_under, sum_dtype
 
-SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16) if hasattr(torch, "compile") else ()
-"""Half types that torch's col2im takes on a GPU. It sums them in float32."""
-
-
-def _sample_bytes(g: Geometry, dy: torch.Tensor) -> int:
-    return g.in_channels * g.num_taps * g.num_positions * dy.element_size()
-
-
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dx`` with one product."""
-    weights = w.reshape(g.groups, g.group_out, -1).transpose(1, 2)
-    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
-    step = samples_under(cap_bytes, _sample_bytes(g, dy), g.batch)
-    for start in range(0, g.batch, step):
-        part = dy[start : start + step]
-        errors = part.reshape(len(part), g.groups, g.group_out, -1)
-        cells = torch.matmul(weights, errors).view(len(part), -1, g.num_positions)
-        folded = _fold(g, cells)
-        if step == g.batch:
-            return folded.view(dx.shape).to(dy.dtype)
-        dx[start : start + step] = folded.view(dx[start : start + step].shape)
-    return dx
+BLOCK = 256
+Fold = Callable[[Geometry, torch.Tensor], torch.Tensor]
 
 
 def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
@@ -57,6 +41,54 @@ def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
     size, kernel, step, stride = (
         two(values, 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
     )
-    if not cells.is_cuda or cells.dtype not in SUMMED_IN_FLOAT32:
-        cells = cells.to(sum_dtype(cells))
-    return torch.nn.functional.fold(cells, size, kernel, step, two(g.padding, 0), stride)
+    padding = two(g.padding, 0)
+    return torch.nn.functional.fold(cells.to(sum_dtype(cells)), size, kernel, step, padding, stride)
+
+
+def input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, fold: Fold = _fold
+) -> torch.Tensor:
+    """Compute ``dx`` with one product. ``fold`` adds its results to their input positions."""
+    weights = w.reshape(g.groups, g.group_out, -1).transpose(1, 2)
+    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
+    sample_bytes = g.in_channels * g.num_taps * g.num_positions * dy.element_size()
+    step = samples_under(cap_bytes, sample_bytes, g.batch)
+    for start in range(0, g.batch, step):
+        part = dy[start : start + step]
+        errors = part.reshape(len(part), g.groups, g.group_out, -1)
+        cells = torch.matmul(weights, errors).view(len(part), -1, g.num_positions)
+        folded = fold(g, cells)
+        if step == g.batch:
+            return folded.view(dx.shape).to(dy.dtype)
+        dx[start : start + step] = folded.view(dx[start : start + step].shape)
+    return dx
+
+
+# -- Triton ----------------------------------------------------------------------------------------
+
+
+def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
+    """Return True for one group and a kernel small enough to unroll."""
+    return g.num_dims <= 2 and can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
+
+
+def prepare_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
+    """Compute ``dx`` with one product and one kernel that sums the taps of each position."""
+    taps = dict(zip("RS", two(g.kernel, 1), strict=True))
+    sizes = (*two(g.in_size, 1), *two(g.out_size, 1))
+    steps = (*two(g.stride, 1), *two(g.dilation, 1), *two(g.padding, 0))
+    launches = dict[int, Launch]()
+
+    def fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
+        num = len(cells) * g.in_channels * prod(g.in_size)
+        if num not in launches:
+            constants = {**taps, "BLOCK": BLOCK}
+            grid = (-(-num // BLOCK),)
+            launches[num] = Launch(kernels().fold, grid, (num, *sizes, *steps), constants)
+        dx = cells.new_empty((len(cells), g.in_channels, *g.in_size))
+        launches[num](cells, dx)
+        return dx
+
+    return lambda dy, w: input_gradient(g, dy, w, cap_bytes, fold)

@@ -1,9 +1,9 @@
-"""Triton kernels for implicit GEMM, for columns, and for sums of partial results.
+"""Triton kernels for implicit GEMM, for columns, for sums of partial results, and for col2im.
 
-Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit_gemm` and
-:mod:`penstock.conv.algorithms.im2col` launch them. All kernels address tensors by strides, so one
-kernel serves both memory layouts. All sum in float32 (no TF32) and use no atomic operations, so the
-same call gives the same bits.
+Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit_gemm`,
+:mod:`penstock.conv.algorithms.im2col` and :mod:`penstock.conv.algorithms.col2im` launch them. The
+first two address tensors by strides, so one kernel serves both memory layouts. All sum in float32
+(no TF32) and use no atomic operations, so the same call gives the same bits.
 
 Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
@@ -378,3 +378,30 @@ def merge_groups(
     is_own = wide // channels == o // outputs % merged
     at = w + o * w_o + wide % channels * w_c + tap // taps_w * w_r + tap % taps_w * w_s
     tl.store(out + index, tl.load(at, mask=is_here & is_own, other=0.0), mask=is_here)
+
+
+@kernel
+def fold(
+    cells, dx,
+    num, in_h, in_w, out_h, out_w,
+    stride_h, stride_w, step_h, step_w, pad_h, pad_w,
+    R: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute ``dx[plane, h, w]`` from ``cells[plane, (r, s), position]``, summing its taps."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = index % in_w
+    h = index // in_w % in_h
+    plane = (index // in_w // in_h).to(tl.int64)
+    at = cells + plane * (R * S * out_h * out_w)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        at_h = h + pad_h - r * step_h
+        o_h = at_h // stride_h
+        is_row = (index < num) & (o_h * stride_h == at_h) & (at_h >= 0) & (o_h < out_h)
+        for s in tl.static_range(S):
+            at_w = v + pad_w - s * step_w
+            o_w = at_w // stride_w
+            is_hit = is_row & (o_w * stride_w == at_w) & (at_w >= 0) & (o_w < out_w)
+            where = at + ((r * S + s) * out_h + o_h) * out_w + o_w
+            sums += tl.load(where, mask=is_hit, other=0.0).to(tl.float32)
+    tl.store(dx + index, sums.to(dx.dtype.element_ty), mask=index < num)
