@@ -41,7 +41,7 @@ from conv_shapes import (
     time_ms,
 )
 from penstock.cli.loader_timing import take_turns
-from penstock.conv import tuning
+from penstock.conv import kernel_compiler, tuning
 from penstock.conv.algorithms import triton_launch
 from penstock.conv.bypass import bypass_convolutions
 from record import describe_machine, describe_versions, save, today
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
             keep("first", _first(console, network))
     if "steps" in options.only:
         tuning.in_background, tuning.CREDIT_S = True, 1e9
-        for network in NETWORKS if options.device == "cuda" else ("ResNet-50", "YOLOv8n"):
+        for network in options.networks:
             keep("steps", _steps(console, network, options))
     if options.save:
         console.print(f"Saved as benchmarks/results/convolution-{options.save}.json")
@@ -97,8 +97,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=["layers", "first", "steps", "caps"]
     )
+    parser.add_argument("--layers", type=lambda text: text.split(","), default=[""],
+                        help="only layers whose names contain one of these texts")  # fmt: skip
+    parser.add_argument("--no-unfold", action="store_true", help="leave out unfold + matmul")
+    parser.add_argument("--networks", type=lambda text: text.split(","), help="only these steps")
     parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
+    parser.add_argument("--calls", type=int, help="calls of a layer in each turn (default 20)")
     parser.add_argument("--quick", action="store_true", help="3 short turns: a smoke test")
     parser.add_argument("--save", metavar="NAME", help="write results/convolution-NAME.json")
     parser.add_argument("--check", action="store_true", help="exit 1 when a target is missed")
@@ -106,9 +111,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     if options.types is None:
         options.types = ["float32", "bfloat16"] if options.device == "cuda" else ["float32"]
     options.repeats = options.repeats or (3 if options.quick else 7)
-    options.calls = 5 if options.quick else 20
-    if options.device == "cpu":
-        options.calls = 1 if options.quick else 3
+    calls = (1, 3) if options.device == "cpu" else (5, 20)
+    options.calls = options.calls or calls[not options.quick]
+    usual = [*NETWORKS] if options.device == "cuda" else ["ResNet-50", "YOLOv8n"]
+    options.networks = options.networks or usual
     return options
 
 
@@ -134,10 +140,16 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
     if "layers" not in options.only:
         return []
     sets = {"eleven layers": LAYERS, "other layers": OTHER_LAYERS}
+    sets = {
+        title: [one for one in layers if any(text in one.name for text in options.layers)]
+        for title, layers in sets.items()
+    }
     if options.device == "cuda":
-        _request_kernels([*LAYERS, *OTHER_LAYERS], TYPES[type_name])
+        _request_kernels([one for layers in sets.values() for one in layers], TYPES[type_name])
     found = []
     for title, layers in sets.items():
+        if not layers:
+            continue
         shown = layers if options.device == "cuda" else [one.scaled(8) for one in layers]
         records = [{"set": title, **_layer(one, type_name, options)} for one in shown]
         _print_layers(console, f"{type_name}, {title}", records)
@@ -146,13 +158,16 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
 
 
 def _request_kernels(layers: list[Layer], dtype: torch.dtype) -> None:
-    """Have the kernels of all layers compiled at once, before the layers are tuned one by one."""
+    """Compile the kernels of all layers at once. No layer is tuned or timed meanwhile."""
     tuning.in_background, tuning.CREDIT_S = True, 1e9
     for layer in layers:
         problem = Problem(layer, "cuda", dtype, is_last=dtype != torch.float32)
         with bypass_convolutions("on", devices=("cuda",)):
             for _ in range(8):
                 problem.native()
+    while not all(kernel_compiler._states.values()):
+        time.sleep(0.1)
+    tuning.forget()  # what was measured while the children were busy
     tuning.in_background = False
 
 
@@ -164,7 +179,7 @@ def _layer(layer: Layer, type_name: str, options: argparse.Namespace) -> dict[st
     record: dict[str, Any] = {"layer": layer.name, "batch": layer.batch, "type": type_name}
     record["memory_bytes"], record["error"], record["gpu_ms"] = {}, {}, {}
     for name, (surroundings, method) in contenders(device).items():
-        if method == "unfold" and not problem.can_unfold:
+        if method == "unfold" and (options.no_unfold or not problem.can_unfold):
             continue
         run = getattr(problem, method)
         with surroundings() as inside:
@@ -273,14 +288,17 @@ def _judge(console: Console, records: list[dict[str, Any]], device: str) -> int:
     for type_name in dict.fromkeys(r["type"] for r in records):
         eleven = [r for r in records if r["set"] == "eleven layers"]
         chosen = [r["median_ms"] for r in eleven if r["type"] == type_name]
-        library, aten, unfold, ours = (
-            sum(column) for column in zip(*(c.values() for c in chosen), strict=True)
-        )
+        if not chosen:
+            continue
+        sums = {name: sum(c[name] for c in chosen) for name in chosen[0]}
+        library, *others, ours = sums.values()
         lines = [(f"sum {ours / library:.2f}x the library", TARGETS.get(type_name), ours / library)]
         worst = max(c["Penstock"] / next(iter(c.values())) for c in chosen)
         lines.append((f"worst layer {worst:.2f}x", MAX_LAYER, worst))
-        lines.append((f"ATen {aten / ours:.1f}x, unfold {unfold / ours:.1f}x slower than ours",
-                      None, 0.0))  # fmt: skip
+        slower = ", ".join(
+            f"{name} {ms / ours:.1f}x" for name, ms in zip([*sums][1:-1], others, strict=True)
+        )
+        lines.append((f"{slower} slower than ours", None, 0.0))
         for text, bound, value in lines:
             verdict = ""
             if bound is not None and device == "cuda":
@@ -300,12 +318,14 @@ def _steps(console: Console, network: str, options: argparse.Namespace) -> list[
     for is_half in (False, True) if device == "cuda" else (False,):
         step = training_step(network, device, is_half=is_half, divisor=1 if device == "cuda" else 8)
         turns, memory = {}, {}
+        tuning.forget()
         for name, (surroundings, method) in contenders(device).items():
             if method == "unfold":
                 continue
             with surroundings():
                 step()
-                _tune(step)
+                if name == "Penstock":
+                    _tune(step)
                 memory[name] = peak_bytes(step) if device == "cuda" else 0
             turns[name] = _turn(surroundings, step, device, 1 if options.quick else 3)
         samples = take_turns(turns, min(options.repeats, 5))

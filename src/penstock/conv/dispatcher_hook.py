@@ -31,7 +31,7 @@ from penstock.machine.collect import machine
 
 OPERATORS = ("convolution", "_convolution", "convolution_backward")
 KEYS = {"cpu": "CPU", "cuda": "CUDA"}
-CHECK_EVERY = 64
+CHECK_EVERY = 512
 """Number of calls between checks that the other operator still reaches the hook."""
 
 _aten: Any = torch.ops.aten

@@ -138,9 +138,9 @@ class Geometry:
         """Iterate over the taps of the kernel, as indices along each axis."""
         return product(*(range(k) for k in self.kernel))
 
-    def tap_slices(self, tap: Sizes, out_size: Sizes | None = None) -> tuple[slice, ...]:
+    def tap_slices(self, tap: Sizes) -> tuple[slice, ...]:
         """Return the part of the padded input that one tap reads, along each axis."""
-        axes = zip(tap, self.dilation, out_size or self.out_size, self.stride, strict=True)
+        axes = zip(tap, self.dilation, self.out_size, self.stride, strict=True)
         return tuple(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in axes)
 
     @property

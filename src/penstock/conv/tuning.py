@@ -31,7 +31,7 @@ BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
 DEFAULT_BUDGET_S = 60.0
 """For one process, including the compilation of kernels. This value is an estimate: an epoch on the
 GPUs that need the bypass takes minutes."""
-NUM_ROUNDS = 4
+NUM_ROUNDS = 8
 FLUSH_BYTES = 64 << 20
 """More than the caches of common GPUs. An H200 has 60 MB."""
 MAX_FLUSHES = 16

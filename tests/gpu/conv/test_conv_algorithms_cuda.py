@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from itertools import product
@@ -37,8 +38,13 @@ PAIRS = [
 @pytest.fixture(scope="module", autouse=True)
 def compiled_kernels() -> None:
     """Compile the kernels of all cases in children, several at once. One by one takes minutes."""
+    compile_kernels(PAIRS)
+
+
+def compile_kernels(pairs: list[tuple[conv_cases.Case, torch.dtype]]) -> None:
+    """Compile the kernels of these cases, with one child for each core."""
     jobs = set()
-    for case, dtype in PAIRS:
+    for case, dtype in pairs:
         for is_last, which in product((False, True), PASSES):
             g = case.geometry(is_channels_last=is_last)
             x = torch.randn(g.batch, g.in_channels, *g.in_size, device="cuda").to(dtype)
@@ -49,10 +55,12 @@ def compiled_kernels() -> None:
                 if way.needs_triton:
                     run = partial(way.run, g, *pair[which], cap)
                     jobs.update(kernel_compiler.capture(run))
-    for job in jobs:
-        kernel_compiler.request(job)
-    while not all(map(kernel_compiler.is_compiled, jobs)):
-        time.sleep(0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_compiler, "NUM_CHILDREN", os.cpu_count())
+        for job in jobs:
+            kernel_compiler.request(job)
+        while not all(map(kernel_compiler.is_compiled, jobs)):
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_another_library_that_takes_the_override_is_noticed() -> None:
             rest = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
             backward = torch.ops.aten.convolution_backward
             with pytest.warns(OverrideTaken):  # detected during training, without check()
-                _ = [backward(weight, weight, weight, *rest) for _ in range(70)]
+                _ = [backward(weight, weight, weight, *rest) for _ in range(520)]
         finally:
             taker._destroy()
         assert bypass.check() == []

@@ -133,11 +133,8 @@ def _has_tiles(g: Geometry) -> bool:
 
 
 def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
-    """Return the three passes of a module."""
-    names = ("forward", "input_gradient", "weight_gradient")
-    return {
-        which: getattr(module, prefix + name) for which, name in zip(PASSES, names, strict=True)
-    }
+    """Return the passes of a module."""
+    return {which: getattr(module, prefix + which.replace(" ", "_"), None) for which in PASSES}
 
 
 _COLUMNS: dict[Pass, Run] = _passes(im2col, "")
@@ -146,7 +143,6 @@ _SHIFTS: dict[Pass, Run] = _passes(depthwise, "")
 _GATHERED, _PATCHES, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
     _passes, (im2col, patches, winograd, implicit_gemm, depthwise)
 )
-_MERGED = _passes(implicit_gemm, "prepare_merged_")
 
 
 def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool) -> list[Candidate]:
@@ -170,7 +166,8 @@ def _implicit(g: Geometry, which: Pass, dtype: torch.dtype) -> list[Candidate]:
         for name, tile in tiles.items()
     ]
     if implicit_gemm.can_merge(g, dtype):
-        found.insert(0, Candidate("merged groups", _MERGED[which], needs_triton=True))
+        run = partial(implicit_gemm.prepare_merged, which=which)
+        found.insert(0, Candidate("merged groups", run, needs_triton=True))
     return found
 
 

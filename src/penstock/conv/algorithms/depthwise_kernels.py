@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from penstock.conv.algorithms.gemm_kernels import kernel, place_of
+from penstock.conv.algorithms.gemm_kernels import kernel
 
 
 @kernel
@@ -33,7 +33,12 @@ def depthwise_lanes(
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here = index < num
-    sample, channel, h, v = place_of(index, out_h, out_w, channels, False)
+    v = index % out_w
+    rest = index // out_w
+    h = rest % out_h
+    rest = rest // out_h
+    channel = rest % channels
+    sample = (rest // channels).to(tl.int64)
     x_at = x + sample * x_n + channel * x_c
     if IS_FORWARD:
         from_h = h * stride_h - pad_h

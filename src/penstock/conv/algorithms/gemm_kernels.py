@@ -1,9 +1,9 @@
-"""Triton kernels for implicit GEMM, for sums of partial results, and for col2im.
+"""Triton kernels for implicit GEMM, for columns, for sums of partial results, and for col2im.
 
-Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit_gemm` and
-:mod:`penstock.conv.algorithms.col2im` launch them. All kernels address tensors by strides, so one
-kernel serves both memory layouts. All sum in float32 (no TF32) and use no atomic operations, so the
-same call gives the same bits.
+Imported only where Triton is installed. :mod:`penstock.conv.algorithms.implicit_gemm`,
+:mod:`penstock.conv.algorithms.im2col` and :mod:`penstock.conv.algorithms.col2im` launch them. The
+first two address tensors by strides, so one kernel serves both memory layouts. All sum in float32
+(no TF32) and use no atomic operations, so the same call gives the same bits.
 
 Tested by ``tests/integration/conv/algorithms/test_triton_launch.py``.
 """
@@ -380,50 +380,28 @@ def merge_groups(
     tl.store(out + index, tl.load(at, mask=is_here & is_own, other=0.0), mask=is_here)
 
 
-@triton.jit
-def place_of(index, size_h, size_w, channels, IS_LAST: tl.constexpr):
-    """Return sample, channel, row and column of an element, given its index in memory order."""
-    if IS_LAST:
-        channel = index % channels
-        rest = index // channels
-        w = rest % size_w
-        rest = rest // size_w
-        h = rest % size_h
-        sample = rest // size_h
-    else:
-        w = index % size_w
-        rest = index // size_w
-        h = rest % size_h
-        rest = rest // size_h
-        channel = rest % channels
-        sample = rest // channels
-    return sample.to(tl.int64), channel, h, w
-
-
 @kernel
 def fold(
     cells, dx,
-    num, channels, in_h, in_w, out_h, out_w,
+    num, in_h, in_w, out_h, out_w,
     stride_h, stride_w, step_h, step_w, pad_h, pad_w,
-    cell_n, cell_depth, cell_place,
-    x_n, x_c, x_h, x_w,
-    R: tl.constexpr, S: tl.constexpr, IS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``dx`` from ``cells[n, (c, r, s), position]``: each element sums its taps."""
+    """Compute ``dx[plane, h, w]`` from ``cells[plane, (r, s), position]``, summing its taps."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_here = index < num
-    sample, channel, h, v = place_of(index, in_h, in_w, channels, IS_LAST)
-    at = cells + sample * cell_n + channel * (R * S) * cell_depth
+    v = index % in_w
+    h = index // in_w % in_h
+    plane = (index // in_w // in_h).to(tl.int64)
+    at = cells + plane * (R * S * out_h * out_w)
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for r in tl.static_range(R):
         at_h = h + pad_h - r * step_h
         o_h = at_h // stride_h
-        is_row = is_here & (o_h * stride_h == at_h) & (at_h >= 0) & (o_h < out_h)
+        is_row = (index < num) & (o_h * stride_h == at_h) & (at_h >= 0) & (o_h < out_h)
         for s in tl.static_range(S):
             at_w = v + pad_w - s * step_w
             o_w = at_w // stride_w
             is_hit = is_row & (o_w * stride_w == at_w) & (at_w >= 0) & (o_w < out_w)
-            where = at + (r * S + s) * cell_depth + (o_h * out_w + o_w) * cell_place
+            where = at + ((r * S + s) * out_h + o_h) * out_w + o_w
             sums += tl.load(where, mask=is_hit, other=0.0).to(tl.float32)
-    x_at = dx + sample * x_n + channel * x_c + h * x_h + v * x_w
-    tl.store(x_at, sums.to(dx.dtype.element_ty), mask=is_here)
+    tl.store(dx + index, sums.to(dx.dtype.element_ty), mask=index < num)

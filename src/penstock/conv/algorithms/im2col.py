@@ -21,7 +21,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -34,7 +34,6 @@ from penstock.conv.geometry import (
     Geometry,
     Pass,
     Prepared,
-    Sizes,
     dense,
     sum_dtype,
     turned,
@@ -296,62 +295,38 @@ MAX_POSITIONS = 1 << 31
 
 
 def can_triton(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
-    """Return True if a kernel can write the columns: in channels_last, with one group."""
-    channels = g.out_channels if which == INPUT_GRADIENT else g.in_channels
+    """Return True if a kernel can write the columns: in channels_last, with one group.
+
+    Input gradients are not among them: implicit products were faster for all layers measured.
+    """
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * g.num_positions)
     return (
         dtype in (torch.float32, torch.float16, torch.bfloat16)
         and (g.is_channels_last and g.groups == 1 and not g.is_pointwise)
-        and (g.is_unit_stride or which != INPUT_GRADIENT)
-        and channels % 16 == 0
+        and which != INPUT_GRADIENT
+        and g.in_channels % 16 == 0
         and largest < MAX_POSITIONS
     )
 
 
 def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``[positions, taps * C] @ [taps * C, O]``."""
-    depth, strides = g.num_taps * g.in_channels, (1, g.num_taps * g.in_channels)
+    depth = g.num_taps * g.in_channels
     is_last = w.movedim(1, -1).is_contiguous()
-
-    def settle(w: torch.Tensor) -> torch.Tensor:
-        return (w if is_last else w.movedim(1, -1).contiguous()).as_strided(matrix, strides)
-
-    matrix = (depth, g.out_channels)
-    return _prepare_product(g, x, cap_bytes, settle, g.out_channels, g.out_size)
-
-
-def prepare_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``[positions, taps * O] @ [taps * O, C]``. The stride is 1."""
-    order, shape = (*range(2, g.num_dims + 2), 0, 1), (-1, g.in_channels)
-    settle = lambda w: w.permute(order).reshape(shape)  # noqa: E731
-    return _prepare_product(g, dy, cap_bytes, settle, g.in_channels, g.in_size, is_backward=True)
-
-
-def _prepare_product(
-    g: Geometry,
-    x: torch.Tensor,
-    cap_bytes: int,
-    settle: Callable[[torch.Tensor], torch.Tensor],
-    outputs: int,
-    size: Sizes,
-    *,
-    is_backward: bool = False,
-) -> Prepared:
-    """Multiply the columns with the weights that ``settle`` returns, under the memory cap."""
-    gathers = _plan_gathers(g, x, cap_bytes, is_backward=is_backward)
-    shape, strides = (g.batch, outputs, *size), g.strides(outputs, size)
+    gathers = _plan_gathers(g, x, cap_bytes)
+    shape = (g.batch, g.out_channels, *g.out_size)
+    strides = g.strides(g.out_channels, g.out_size)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        weights, (first, *others) = settle(w), gathers
+        ordered = w if is_last else w.movedim(1, -1).contiguous()
+        weights, (first, *others) = ordered.as_strided((depth, g.out_channels), (1, depth)), gathers
         cells = first.new_cells(x)
         if not others:
             return torch.mm(first.fill(x, cells), weights).as_strided(shape, strides)
-        result = x.new_empty((gathers[-1].rows[1], outputs))
+        y = x.new_empty((gathers[-1].rows[1], g.out_channels))
         for gather in gathers:
-            torch.mm(gather.fill(x, cells), weights, out=result[slice(*gather.rows)])
-        return result.as_strided(shape, strides)
+            torch.mm(gather.fill(x, cells), weights, out=y[slice(*gather.rows)])
+        return y.as_strided(shape, strides)
 
     return run
 
@@ -396,33 +371,22 @@ class _Gather:
         return cells if len(cells) == num else cells[:num]
 
 
-def _plan_gathers(
-    g: Geometry, x: torch.Tensor, cap_bytes: int, *, is_backward: bool = False
-) -> list[_Gather]:
-    """Return what writes the columns, in ranges of positions under the memory cap.
-
-    Args:
-        is_backward: The columns are those of ``dy``, for an input gradient with stride 1.
-    """
-    if is_backward:
-        channels, in_size, out_size = g.out_channels, g.out_size, g.in_size
-        step, offset = tuple(-d for d in g.dilation), g.padding
-    else:
-        channels, in_size, out_size = g.in_channels, g.in_size, g.out_size
-        step, offset = g.dilation, tuple(-p for p in g.padding)
-    block_c = min(256, channels & -channels)
+def _plan_gathers(g: Geometry, x: torch.Tensor, cap_bytes: int) -> list[_Gather]:
+    """Return what writes the columns, in ranges of positions under the memory cap."""
+    block_c = min(256, g.in_channels & -g.in_channels)
     block_r = GATHERED_PER_PROGRAM // block_c
-    depth, num_rows = channels * g.num_taps, g.batch * prod(out_size)
+    depth, num_rows = g.in_channels * g.num_taps, g.batch * g.num_positions
     each = max(1, min(num_rows, cap_bytes // (depth * x.element_size())))
+    offset = three(tuple(-p for p in g.padding), 0)
     found = []
     for first in range(0, num_rows, each):
         num = min(each, num_rows - first)
         launch = Launch(
             kernels().gather_columns,
-            (-(-num // block_r) * g.num_taps, channels // block_c),
+            (-(-num // block_r) * g.num_taps, g.in_channels // block_c),
             (
-                *(first, num, *three(out_size, 1), *three(in_size, 1), channels),
-                *(*three(g.kernel, 1), *three(g.stride, 1), *three(step, 0), *three(offset, 0)),
+                *(first, num, *three(g.out_size, 1), *three(g.in_size, 1), g.in_channels),
+                *(*three(g.kernel, 1), *three(g.stride, 1), *three(g.dilation, 0), *offset),
                 *five(x.stride()),
             ),
             {"DEEP": g.num_dims == 3, "BLOCK_R": block_r, "BLOCK_C": block_c},

@@ -7,7 +7,7 @@ kernels handle two or three spatial axes; a 1-d convolution runs with a height o
 Weight gradients sum over parts of the positions first, and then sum the parts. This gives many
 programs work although ``dw`` is small, and the same call gives the same bits.
 
-Merged groups (``merged_*``): several groups with few channels are computed as one, because matrix
+Merged groups: several groups with few channels are computed as one, because matrix
 units need more channels. The weights of a merged group hold the weights of its groups on the
 diagonal, and zero elsewhere. Of a weight gradient, only the diagonal is kept. The added zeros
 change no sum.
@@ -30,7 +30,15 @@ from math import prod
 import torch
 
 from penstock.conv.algorithms.triton_launch import Launch, five, four, kernels, power, three, two
-from penstock.conv.geometry import INPUT_GRADIENT, Geometry, Pass, Prepare, Prepared, empty
+from penstock.conv.geometry import (
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Geometry,
+    Pass,
+    Prepared,
+    empty,
+)
 
 MAX_ELEMENTS = 1 << 31
 """The kernels index the positions of a sample and the rows of the batch with 32 bits."""
@@ -322,18 +330,20 @@ def can_merge(g: Geometry, dtype: torch.dtype) -> bool:
     return g.num_dims <= 2 and num_merged(g, dtype) > 1
 
 
-def _prepare_merged(
-    g: Geometry, a: torch.Tensor, w: torch.Tensor, cap_bytes: int, way: Prepare
+def prepare_merged(
+    g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int, which: Pass
 ) -> Prepared:
     """Prepare a pass with merged groups, for channels_last weights ``[O, num * C/groups, ...]``."""
     num = num_merged(g, a.dtype)
+    if which == WEIGHT_GRADIENT:
+        return prepare_weight_gradient(g, a, b, cap_bytes, merged=num)
     shape = (g.out_channels, *g.kernel, num * g.group_in)
     launch = Launch(
         kernels().merge_groups,
         (-(-prod(shape) // MERGE_BLOCK),),
         (
             *(prod(shape), g.group_in, g.num_taps, two(g.kernel, 1)[1], g.group_out, num),
-            *four(w.stride()),
+            *four(b.stride()),
         ),
         {"BLOCK": MERGE_BLOCK},
     )
@@ -343,27 +353,7 @@ def _prepare_merged(
         launch(w, wide)
         return wide.movedim(-1, 1)
 
-    empty_weights = w.new_empty(shape).movedim(-1, 1)
-    run = way(replace(g, groups=g.groups // num), a, empty_weights, cap_bytes)
+    weights = b.new_empty(shape).movedim(-1, 1)
+    g = replace(g, groups=g.groups // num)
+    run = _prepare(g, a, weights, WIDE, is_forward=which == FORWARD)
     return lambda a, w: run(a, merge(w))
-
-
-def prepare_merged_forward(
-    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``y`` with merged groups."""
-    return _prepare_merged(g, x, w, cap_bytes, prepare_forward)
-
-
-def prepare_merged_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``dx`` with merged groups."""
-    return _prepare_merged(g, dy, w, cap_bytes, prepare_input_gradient)
-
-
-def prepare_merged_weight_gradient(
-    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``dw`` with merged groups."""
-    return prepare_weight_gradient(g, x, dy, cap_bytes, merged=num_merged(g, x.dtype))

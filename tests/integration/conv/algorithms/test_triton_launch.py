@@ -50,7 +50,7 @@ CASES = (
                     size=(5, 4), batch=1),
     conv_cases.Case(name="gathered, 3-d", channels=16, outputs=16, size=(3, 4, 3)),
 )
-WORDS = ("implicit", "lanes", "fused", "folded product", "merged", "gathered")
+WORDS = ("implicit", "lanes", "fused", "merged", "gathered")
 seen = set()
 for case in CASES:
     exact = conv_cases.exact(case, torch.float32)
@@ -84,7 +84,7 @@ def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(
         [
-            *("depthwise lanes", "folded product", "gathered columns", "implicit product"),
+            *("depthwise lanes", "gathered columns", "implicit product"),
             *("implicit product, wide", "merged groups", "winograd, fused"),
         ]
     )
@@ -103,7 +103,5 @@ def test_without_triton_no_way_of_its_is_offered() -> None:
         names = [way.name for way in candidates(geometry, "forward", torch.float32, "cuda")]
         assert names
         assert not any(
-            word in name
-            for name in names
-            for word in ("implicit", "lanes", "fused", "folded product", "merged")
+            word in name for name in names for word in ("implicit", "lanes", "fused", "merged")
         )
