@@ -16,7 +16,7 @@ from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
 from penstock.cli.user_code import last_line, place_of
-from penstock.errors import BadImage, BadTarget, PenstockError
+from penstock.errors import BadImage, BadTarget, CannotPack, PenstockError
 from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
@@ -95,9 +95,10 @@ def execute(options: argparse.Namespace) -> None:
 
 
 def _explained(error: Exception, typed: list[str]) -> Exception:
-    """Return the error to raise. For a sample that cannot be loaded, it names ``--on-error``."""
+    """Return the error to raise. For a sample that cannot be packed, it names ``--on-error``."""
     index = getattr(error, "sample_index", None)
-    if index is None or (isinstance(error, PenstockError) and not isinstance(error, BadImage)):
+    of_a_sample = not isinstance(error, PenstockError) or isinstance(error, (BadImage, CannotPack))
+    if index is None or not of_a_sample:
         return error
     end = typed.index("--") if "--" in typed else len(typed)  # arguments of the script follow
     command = shlex.join(["penstock", *typed[:end], "--on-error", "skip", *typed[end:]])
@@ -106,6 +107,9 @@ def _explained(error: Exception, typed: list[str]) -> Exception:
         path = error.facts.get("path")
         where = f"sample {index}" + (f", {path}" if path else "")
         return BadImage(error.what, where=where, likely=error.likely, remedy=remedy)
+    if isinstance(error, CannotPack):
+        remedy = "; or ".join(filter(None, (error.remedy, remedy)))
+        return CannotPack(error.what, likely=error.likely, remedy=remedy)
     what = f"sample {index} cannot be loaded: {last_line(error)}"
     return BadTarget(what, where=place_of(error), remedy=remedy)
 
