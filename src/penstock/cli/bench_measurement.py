@@ -1,6 +1,7 @@
 """Measures for ``penstock bench``: each stage of loading, each number of workers, and the ceiling.
 
-The ceiling is the rate with samples that are already in memory. Nothing is printed here.
+The ceiling is the rate with samples that are already in memory, with the recommended number of
+workers. Nothing is printed here.
 
 Tested by ``tests/integration/cli/test_bench.py``.
 """
@@ -187,8 +188,8 @@ def measure(
     )
     tell("the ceiling: samples in memory")
     ready = RepeatedDataset(kept, len(kept))
-    count = max(1, chosen.workers)
-    result.ceiling = _run(ready, batch_size, source.collate_fn, count, seconds).account.rate
+    at_most = _run(ready, batch_size, source.collate_fn, chosen.workers, seconds)
+    result.ceiling = at_most.account.rate
     return result
 
 

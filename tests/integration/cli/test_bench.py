@@ -49,6 +49,22 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
     assert told == ["one sample at a time", "0 workers", "3 workers", told[-1]]
 
 
+def test_the_ceiling_is_measured_with_the_recommended_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[tuple[type, int]] = []
+    original = bench_measurement._run
+
+    def run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Any:
+        runs.append((type(dataset.dataset), workers))
+        return original(dataset, batch_size, collate_fn, workers, seconds)
+
+    monkeypatch.setattr(bench_measurement, "_run", run)
+    source = BenchDataset(name="waiting", dataset=Waiting())
+    measure(source, batch_size=1, workers=(0,), seconds=0.2, tell=lambda step: None)
+    assert runs == [(Waiting, 0), (list, 0)]
+
+
 def some_result() -> BenchResult:
     runs = [
         WorkersRate(workers=0, rate=100.0, stall_share=0.9, verdict="<slow>"),
