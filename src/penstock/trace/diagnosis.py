@@ -161,8 +161,7 @@ class _CauseSearch:
             f"assembling batches {assembling}%"
         )
         if self.others > OTHERS_HOLD_CORES and cause not in ("decode", "other programs"):
-            waited = f"workers wait {self.queued:.0%} of their time for one"
-            evidence = [*evidence, f"other programs use the cores, and {waited}"]
+            evidence = [*evidence, "other programs use the cores that the workers wait for"]
         if run.startup_s > run.steady_s and cause != "start-up":
             evidence = [*evidence, f"start-up: {run.startup_s:.2f} s until the first batch"]
         return Diagnosis(
