@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.bench_dataset import BenchDataset
 from penstock.cli.user_code import describe_error, place_of
+from penstock.engine.loading.sample_path import find_path
 from penstock.errors import BadTarget
 from penstock.machine.host import usable_cores
 from penstock.machine.other_load import cores_for, measure_load, say_load
@@ -208,10 +209,11 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
     for timed in time_samples(sample_getter(source.dataset), indices, seconds):
         if timed.error is not None:
+            path = find_path(source.dataset, timed.index, timed.error)
             raise BadTarget(
                 f"dataset[{timed.index}] raises {describe_error(timed.error)}",
-                where=place_of(timed.error),
-                remedy=f"penstock doctor {source.name}, for details",
+                where=path or place_of(timed.error),
+                remedy=f"penstock doctor {source.name}, for details" if source.is_script else None,
             ) from timed.error
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s

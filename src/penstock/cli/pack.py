@@ -16,6 +16,7 @@ from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
 from penstock.cli.user_code import last_line, place_of
+from penstock.engine.loading.sample_path import find_path
 from penstock.errors import BadImage, BadTarget, CannotPack, PenstockError
 from penstock.user_objects import offers, probe
 
@@ -91,7 +92,7 @@ def execute(options: argparse.Namespace) -> None:
         sys.exit(INTERRUPTED)
     except Exception as error:
         raise _explained(error, typed) from None
-    _print(packed, options.target)
+    _print(packed, options.target, dataset)
 
 
 def _explained(error: Exception, typed: list[str]) -> Exception:
@@ -203,11 +204,12 @@ def _image_fields(dataset: Any, options: argparse.Namespace) -> Any:
     return {names[0]: Field(**asked), **dict.fromkeys(names[1:])}
 
 
-def _print(packed: Packed, folder: str) -> None:
+def _print(packed: Packed, folder: str, dataset: Any) -> None:
     num_bytes = packed._files[0].num_bytes
     print(f"{len(packed)} samples of {', '.join(packed.fields)}: {num_bytes / 1e6:.1f} MB")
     for index, text in packed.bad_samples[:5]:
-        print(f"  sample {index} is bad: {text}")
+        path = find_path(dataset, index)
+        print(f"  sample {index}{f' ({path})' if path else ''} is bad: {text}")
     if len(packed.bad_samples) > 5:
         print(f"  and {len(packed.bad_samples) - 5} more, listed in Packed(...).bad_samples")
     print(f"Open it with penstock.Packed({folder!r}).")

@@ -186,6 +186,23 @@ def test_a_dataset_that_gives_nothing_is_named(dataset: Any, words: str) -> None
         )
 
 
+class Broken(Raising):
+    files = ("cat/0.jpg", "cat/1.jpg")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("photos", r"In: cat/0\.jpg$"), ("s.py:ds", r"In: .*\n  Try: penstock doctor s\.py:ds")],
+)
+def test_a_file_that_is_broken_is_named(name: str, words: str) -> None:
+    source = BenchDataset(name=name, dataset=Broken())
+    with pytest.raises(BadTarget, match=words):
+        measure(source, batch_size=2, workers=(0,), seconds=0.1, tell=lambda step: None)
+
+
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:
     done = command_line.invoke("bench", "no such folder")
     assert done.exit_code == 2
