@@ -72,6 +72,16 @@ def test_the_commands_of_a_document_work_as_written(
     assert faults_of(typed[name]) == []
 
 
+@pytest.mark.parametrize("name", ["README.md"])
+def test_the_run_that_the_readme_traces_is_long_enough_to_be_judged(
+    name: str, typed: dict[str, list[dict[str, Any]]]
+) -> None:
+    (said,) = (one["said"] for one in typed[name] if "run --trace" in one["command"])
+    assert "Too short to judge" not in said
+    assert "Bottleneck: " in said
+    assert "Try: " in said
+
+
 def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path: Path) -> None:
     text = (
         '```python title="a.py"\nimport sys\nprint("one")\nsys.exit(3)\n```\n'

@@ -278,6 +278,7 @@ def _make_step(device: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[floa
         loss.backward()
         with torch.no_grad():
             for weight, velocity in moved:
+                assert weight.grad is not None
                 velocity.mul_(0.9).add_(weight.grad)
                 weight.sub_(velocity, alpha=0.05)
         return loss.item(), (guesses.argmax(1) == kinds).float().mean().item()
