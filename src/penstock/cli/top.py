@@ -242,7 +242,8 @@ def _lines(view: LoaderView, usage: _Usage, width: int) -> Iterator[tuple[str, s
     shown = "; ".join(
         f"{name} {_ms(t.p50_s)}/{_ms(t.p95_s)}/{_ms(t.p99_s)}" for name, t in times if t.p99_s
     )
-    yield f"p50/p95/p99 in ms: {shown}", ""
+    if shown:
+        yield f"p50/p95/p99 in ms: {shown}", ""
     num_bad = sum(metrics.bad_samples.values())
     line = f"{metrics.num_batches:,} batches; {metrics.num_restarts} restarts "
     line += f"({metrics.num_hangs} hung), {num_bad} bad samples{usage.reading(view)}"

@@ -231,6 +231,33 @@ def test_a_worker_on_another_machine_is_shown_without_a_pid() -> None:
     assert list(top._stacks(view)) == []  # a signal to pid 0 would go to this process group
 
 
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_times_are_shown_once_there_are_some(is_measured: bool) -> None:
+    times = SimpleNamespace(p50_s=0.001, p95_s=0.002, p99_s=0.003 if is_measured else 0.0)
+    rates = dict.fromkeys(("samples_per_s", "batches_per_s", "wait_share", "step_share"), 0.0)
+    counts = dict.fromkeys(("num_ready", "num_batches", "num_restarts", "num_hangs"), 0)
+    verdict = SimpleNamespace(sentence="No batch was delivered.", remedy="")
+    metrics = SimpleNamespace(
+        **rates, **counts, load=times, wait=times, step=times, bad_samples={}, verdict=verdict
+    )
+    view: Any = SimpleNamespace(
+        pid=1,
+        rank=None,
+        facts={},
+        program="",
+        is_stopped=False,
+        waiting_s=None,
+        idle_s=0.0,
+        ring_bytes=0,
+        workers=(),
+        metrics=metrics,
+    )
+    lines = [text for text, _ in top._lines(view, top._Usage(), width=80)]
+    assert [line for line in lines if line.startswith("p50")] == (
+        ["p50/p95/p99 in ms: load 1/2/3; wait 1/2/3; step 1/2/3"] if is_measured else []
+    )
+
+
 def test_a_hung_sample_is_shown_with_its_stack() -> None:
     def is_hung() -> bool:
         views = read_program(program.pid)
