@@ -98,6 +98,14 @@ def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path
     assert len(results) == 3
 
 
+def test_a_change_can_name_a_line_that_stays() -> None:
+    text = "a\nb\nc\n"
+    assert typed_commands.changed(text, " b\n+d\n") == "a\nb\nd\nc\n"
+    assert typed_commands.changed(text, "-a\n+x\n b\n-c\n+y\n") == "x\nb\ny\n"
+    with pytest.raises(ValueError, match="not there"):
+        typed_commands.changed(text, " e\n+d\n")
+
+
 def strange_blocks(text: str) -> list[str]:
     """Return blocks of an unknown kind, and commands in text blocks."""
     found = []
