@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from penstock.cli.doctor.report import DoctorFindings, print_report
@@ -11,6 +12,8 @@ from penstock.machine.facts import Machine
 from penstock.machine.storage import Storage
 from penstock.planning.decisions import make_plan
 from penstock.planning.inputs import LoaderRequest, Workload
+
+pytestmark = pytest.mark.legacy
 
 
 def report(storage: Storage) -> str:
