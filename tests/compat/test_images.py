@@ -572,4 +572,4 @@ def test_a_broken_image_is_named_with_the_option_that_leaves_it_out(tmp_path: Pa
     assert "--on-error skip # leaves such samples out" in said
     skipped = command_line.invoke("pack", source, target, "--on-error", "skip")
     assert skipped.exit_code == 0, skipped.output
-    assert "sample 1 is bad: BadImage" in skipped.output
+    assert f"sample 1 ({broken}) is bad: BadImage" in " ".join(skipped.output.split())

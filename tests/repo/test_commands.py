@@ -72,6 +72,16 @@ def test_the_commands_of_a_document_work_as_written(
     assert faults_of(typed[name]) == []
 
 
+@pytest.mark.parametrize("name", ["README.md"])
+def test_the_run_that_the_readme_traces_is_long_enough_to_be_judged(
+    name: str, typed: dict[str, list[dict[str, Any]]]
+) -> None:
+    (said,) = (one["said"] for one in typed[name] if "run --trace" in one["command"])
+    assert "Too short to judge" not in said
+    assert "Bottleneck: " in said
+    assert "Try: " in said
+
+
 def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path: Path) -> None:
     text = (
         '```python title="a.py"\nimport sys\nprint("one")\nsys.exit(3)\n```\n'
@@ -86,6 +96,14 @@ def test_a_command_that_fails_or_prints_something_else_would_be_noticed(tmp_path
     assert "status 3: ['one']" in first
     assert "nobody here can type that" in third
     assert len(results) == 3
+
+
+def test_a_change_can_name_a_line_that_stays() -> None:
+    text = "a\nb\nc\n"
+    assert typed_commands.changed(text, " b\n+d\n") == "a\nb\nd\nc\n"
+    assert typed_commands.changed(text, "-a\n+x\n b\n-c\n+y\n") == "x\nb\ny\n"
+    with pytest.raises(ValueError, match="not there"):
+        typed_commands.changed(text, " e\n+d\n")
 
 
 def strange_blocks(text: str) -> list[str]:

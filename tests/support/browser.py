@@ -104,7 +104,8 @@ class Browser:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 found.append(message["params"]["request"]["url"])
-        return [url for url in found if not url.startswith(("file:", "data:", "about:", "chrome:"))]
+        own = ("file:", "data:", "about:", "chrome:", "chrome-untrusted:")
+        return [url for url in found if not url.startswith(own)]
 
 
 def _mouse(*acts: dict[str, Any]) -> dict[str, Any]:

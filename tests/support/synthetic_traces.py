@@ -15,6 +15,7 @@ def make_records(
     num_batches: int = 20,
     fetch_ms: float = 20.0,
     cpu_share: float = 1.0,
+    queued_share: float = 0.0,
     step_ms: float = 5.0,
     deliver_ms: float = 0.2,
     transfer_ms: float = 0.0,
@@ -30,6 +31,7 @@ def make_records(
     """Make records of a run in which worker k loads batches k, k + num_workers, ...
 
     Args:
+        queued_share: Share of the workers' time in which they wait for a core.
         slow: Batches that take this many times longer.
         slow_worker: The worker that takes ten times longer.
         spans_per_part: User spans within each part.
@@ -43,9 +45,10 @@ def make_records(
         factor = (slow or {}).get(batch, 1.0) * (10.0 if worker == slow_worker else 1.0)
         took = int(fetch_ms * factor * MS)
         start = free[worker]
-        cpu = int(took * cpu_share)
+        cpu, queued = int(took * cpu_share), int(took * queued_share)
+        place = (0, 0, batch, 0, rows)
         workers[worker].append(
-            Record(Kind.LEASE, "", start, start + took, 0, 0, batch, 0, rows, cpu, 0, took // 50000)
+            Record(Kind.LEASE, "", start, start + took, *place, cpu, queued, took // 50000)
         )
         for place in range(spans_per_part):
             first = start + took * place // spans_per_part

@@ -55,21 +55,28 @@ def steps_of(text: str) -> list[dict[str, Any]]:
     return steps
 
 
+_OLD = ("-", " ")
+"""What the lines of a diff start with that are in the text before the change."""
+
+
 def changed(text: str, diff: str) -> str:
-    """Return the text with a diff applied to its lines."""
+    """Return the text with a diff applied to its lines. Lines of context come first in a change."""
     lines = diff.splitlines()
     for start in range(len(lines)):
-        is_first = lines[start].startswith("-") and not (start and lines[start - 1][:1] == "-")
+        is_first = lines[start].startswith(_OLD) and not (
+            start and lines[start - 1].startswith(_OLD)
+        )
         if not is_first:
             continue
         end = start
-        while end < len(lines) and lines[end].startswith("-"):
+        while end < len(lines) and lines[end].startswith(_OLD):
             end += 1
         put = end
         while put < len(lines) and lines[put].startswith("+"):
             put += 1
         old = "".join(f"{line[1:]}\n" for line in lines[start:end])
-        new = "".join(f"{line[1:]}\n" for line in lines[end:put])
+        kept = [line for line in lines[start:end] if not line.startswith("-")]
+        new = "".join(f"{line[1:]}\n" for line in [*kept, *lines[end:put]])
         if old not in text:
             raise ValueError(f"the lines to take out are not there:\n{old}")
         text = text.replace(old, new, 1)

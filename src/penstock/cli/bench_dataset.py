@@ -31,20 +31,25 @@ class BenchDataset:
     batch_size: int = BATCH_SIZE
     collate_fn: Any = None
 
+    @property
+    def is_script(self) -> bool:
+        """Whether ``name`` is SCRIPT:NAME."""
+        return ".py:" in self.name
+
 
 class FolderImages:
     """The images in a folder, decoded by Pillow and resized to the same size."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._files = files
+        self.files = files
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> Any:
         import numpy as np
 
-        with importlib.import_module("PIL.Image").open(self._files[index]) as image:
+        with importlib.import_module("PIL.Image").open(self.files[index]) as image:
             # A copy, because torch warns of arrays that are read-only.
             return np.array(image.convert("RGB").resize((PIXELS, PIXELS)))
 

@@ -1,6 +1,7 @@
 """Measures for ``penstock bench``: each stage of loading, each number of workers, and the ceiling.
 
-The ceiling is the rate with samples that are already in memory. Nothing is printed here.
+The ceiling is the rate with samples that are already in memory, with the recommended number of
+workers. Nothing is printed here.
 
 Tested by ``tests/integration/cli/test_bench.py``.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.bench_dataset import BenchDataset
 from penstock.cli.user_code import describe_error, place_of
+from penstock.engine.loading.sample_path import find_path
 from penstock.errors import BadTarget
 from penstock.machine.host import usable_cores
 from penstock.machine.other_load import cores_for, measure_load, say_load
@@ -187,8 +189,8 @@ def measure(
     )
     tell("the ceiling: samples in memory")
     ready = RepeatedDataset(kept, len(kept))
-    count = max(1, chosen.workers)
-    result.ceiling = _run(ready, batch_size, source.collate_fn, count, seconds).account.rate
+    at_most = _run(ready, batch_size, source.collate_fn, chosen.workers, seconds)
+    result.ceiling = at_most.account.rate
     return result
 
 
@@ -207,10 +209,11 @@ def _measure_stages(result: BenchResult, source: BenchDataset, seconds: float) -
     indices = spread_indices(num_samples, min(num_samples, MAX_SAMPLES))
     for timed in time_samples(sample_getter(source.dataset), indices, seconds):
         if timed.error is not None:
+            path = find_path(source.dataset, timed.index, timed.error)
             raise BadTarget(
                 f"dataset[{timed.index}] raises {describe_error(timed.error)}",
-                where=place_of(timed.error),
-                remedy=f"penstock doctor {source.name}, for details",
+                where=path or place_of(timed.error),
+                remedy=f"penstock doctor {source.name}, for details" if source.is_script else None,
             ) from timed.error
         times_s.append(timed.wall_s)
         busy_s += timed.busy_s

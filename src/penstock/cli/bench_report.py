@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.bench_measurement import BenchResult, WorkersRate
+from penstock.planning.quantities import count
 
 _SCOPE = (
     "This is the fastest setting for endless epochs without a training step. The plan of "
@@ -40,7 +41,8 @@ def print_result(console: Console, result: BenchResult) -> None:
     console.print(table)
     if result.warning:
         console.print(f"Note: {result.warning}", markup=False, highlight=False)
-    console.print(f"Ceiling, with samples in memory: {result.ceiling:,.0f} samples/s")
+    at_most = f"Ceiling, with samples in memory and {count(chosen.workers, 'worker')}: "
+    console.print(f"{at_most}{result.ceiling:,.0f} samples/s", highlight=False)
     console.print(f"Recommended: {result.line}", markup=False, highlight=False)
     console.print(_SCOPE, markup=False, highlight=False)
 

@@ -45,6 +45,7 @@ class WorkerView:
     """One worker as seen from outside.
 
     Args:
+        pid: None for a worker on a different machine.
         state: ``starting``, ``idle``, ``loading``, ``stopped`` or ``lost``.
         position: Position in the epoch of the sample that it loads, or None.
         sample: The index of that sample, if known.
@@ -54,7 +55,7 @@ class WorkerView:
     """
 
     number: int
-    pid: int
+    pid: int | None
     state: str
     position: int | None = None
     sample: str | None = None
@@ -141,9 +142,10 @@ def _read_loader(pid: int, path: str) -> LoaderView | None:
     header, main = found
     at_ns = now_ns()
     outer = _outer_pids(pid, [one for pool in header["pools"] for one in pool["pids"]])
-    pools = [_Pool(pid, pool, header, outer) for pool in header["pools"]]
-    pids = [pid, *(worker.pid for pool in pools for worker in pool.workers(at_ns))]
-    counts = {**header["counts"], **sum_io(sorted(set(pids)))}
+    pools = [_Pool(pid, pool, header.get("samples") or [], outer) for pool in header["pools"]]
+    workers = tuple(worker for pool in pools for worker in pool.workers(at_ns))
+    pids = {pid, *(worker.pid for worker in workers if worker.pid is not None)}
+    counts = {**header["counts"], **sum_io(sorted(pids))}
     metrics = make_metrics(_recent(header, main, pools), counts)
     if header.get("has_ended"):  # and the records of its workers are gone
         metrics = replace(metrics, verdict=_NO_EPOCH)
@@ -160,7 +162,7 @@ def _read_loader(pid: int, path: str) -> LoaderView | None:
         ring_bytes=sum(pool.num_bytes for pool in pools),
         is_stopped=_state(pid) == "T",
         metrics=metrics,
-        workers=tuple(worker for pool in pools for worker in pool.workers(at_ns)),
+        workers=workers,
     )
 
 
@@ -178,12 +180,11 @@ class _Pool:
     """The control page and the trace buffers of the workers of one pool."""
 
     def __init__(
-        self, pid: int, pool: dict[str, Any], header: dict[str, Any], outer: dict[int, int]
+        self, pid: int, pool: dict[str, Any], samples: list[str | None], outer: dict[int, int]
     ) -> None:
-        self._pids: list[int] = [outer.get(one, one) for one in pool["pids"]]
+        self._pids = [outer.get(one, one) if one else None for one in pool["pids"]]
         self._pass_offset: int = pool["pass_offset"]
-        self._is_remote = header["facts"].get("pool") == "ray"
-        self._samples: list[str | None] = header.get("samples") or []
+        self._samples = samples
         self._cells: memoryview | None = None
         self._buffers: list[memoryview] = []
         self.num_bytes = 0
@@ -207,7 +208,7 @@ class _Pool:
         for number, buffer in enumerate(self._buffers):
             spans = recent_columns(buffer, since_ns, self._pass_offset)
             lane = {"name": f"worker {number}", "role": "worker", "number": number}
-            found.append({**lane, "pid": self._pids[number], "spans": spans})
+            found.append({**lane, "pid": self._pids[number] or 0, "spans": spans})
         return found
 
     def workers(self, at_ns: int) -> Iterator[WorkerView]:
@@ -217,7 +218,7 @@ class _Pool:
             cell = position_cell(number)
             position, is_idle = cells[cell], cells[cell + IS_IDLE]
             state = {1: "idle", NOTHING: "starting"}.get(is_idle, "loading")
-            found = "S" if self._is_remote else _state(pid)
+            found = "S" if pid is None else _state(pid)
             state = {"T": "stopped", "": "lost", "Z": "lost"}.get(found, state)
             is_busy = state in ("loading", "stopped") and is_idle == 0
             records = read_records(self._buffers[number], 0)[0] if self._buffers else []

@@ -71,8 +71,8 @@ the same for both.
         if found.step_s:
             ideal = found.batch_size / found.step_s
             return (
-                f"No difference beyond the noise: the step is the limit ({ideal:,.0f} images/s at "
-                "most), and the batches are ready in time. Faster loading would not help."
+                f"The step is the limit for both ({ideal:,.0f} images/s at most): the batches are "
+                "ready in time, and faster loading would not help."
             )
         return (
             "No difference beyond the noise: most of the time is spent in the dataset, whose code "

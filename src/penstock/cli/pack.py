@@ -16,7 +16,8 @@ from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
 from penstock.cli.user_code import last_line, place_of
-from penstock.errors import BadImage, BadTarget, PenstockError
+from penstock.engine.loading.sample_path import find_path
+from penstock.errors import BadImage, BadTarget, CannotPack, PenstockError
 from penstock.user_objects import offers, probe
 
 if TYPE_CHECKING:
@@ -91,13 +92,14 @@ def execute(options: argparse.Namespace) -> None:
         sys.exit(INTERRUPTED)
     except Exception as error:
         raise _explained(error, typed) from None
-    _print(packed, options.target)
+    _print(packed, options.target, dataset)
 
 
 def _explained(error: Exception, typed: list[str]) -> Exception:
-    """Return the error to raise. For a sample that cannot be loaded, it names ``--on-error``."""
+    """Return the error to raise. For a sample that cannot be packed, it names ``--on-error``."""
     index = getattr(error, "sample_index", None)
-    if index is None or (isinstance(error, PenstockError) and not isinstance(error, BadImage)):
+    of_a_sample = not isinstance(error, PenstockError) or isinstance(error, (BadImage, CannotPack))
+    if index is None or not of_a_sample:
         return error
     end = typed.index("--") if "--" in typed else len(typed)  # arguments of the script follow
     command = shlex.join(["penstock", *typed[:end], "--on-error", "skip", *typed[end:]])
@@ -106,6 +108,9 @@ def _explained(error: Exception, typed: list[str]) -> Exception:
         path = error.facts.get("path")
         where = f"sample {index}" + (f", {path}" if path else "")
         return BadImage(error.what, where=where, likely=error.likely, remedy=remedy)
+    if isinstance(error, CannotPack):
+        remedy = "; or ".join(filter(None, (error.remedy, remedy)))
+        return CannotPack(error.what, likely=error.likely, remedy=remedy)
     what = f"sample {index} cannot be loaded: {last_line(error)}"
     return BadTarget(what, where=place_of(error), remedy=remedy)
 
@@ -199,11 +204,12 @@ def _image_fields(dataset: Any, options: argparse.Namespace) -> Any:
     return {names[0]: Field(**asked), **dict.fromkeys(names[1:])}
 
 
-def _print(packed: Packed, folder: str) -> None:
+def _print(packed: Packed, folder: str, dataset: Any) -> None:
     num_bytes = packed._files[0].num_bytes
     print(f"{len(packed)} samples of {', '.join(packed.fields)}: {num_bytes / 1e6:.1f} MB")
     for index, text in packed.bad_samples[:5]:
-        print(f"  sample {index} is bad: {text}")
+        path = find_path(dataset, index)
+        print(f"  sample {index}{f' ({path})' if path else ''} is bad: {text}")
     if len(packed.bad_samples) > 5:
         print(f"  and {len(packed.bad_samples) - 5} more, listed in Packed(...).bad_samples")
     print(f"Open it with penstock.Packed({folder!r}).")

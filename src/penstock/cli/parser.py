@@ -73,6 +73,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="penstock",
         description="Penstock is a drop-in DataLoader for PyTorch.",
+        example="penstock run --trace run.html train.py",
     )
     parser.add_argument(
         "--version",
@@ -212,13 +213,13 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Writes ``Usage:`` as a title and shows defaults, except None and False."""
+    """Writes ``Usage:`` as a title and shows defaults, except None, False and empty lists."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
         super().add_usage(usage, actions, groups, "Usage: ")
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS) or not action.option_strings:
+        if action.default in (None, False, [], argparse.SUPPRESS) or not action.option_strings:
             return action.help
         return f"{action.help} [default: %(default)s]"
 

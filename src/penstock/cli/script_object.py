@@ -180,6 +180,7 @@ def _suggest(target: ScriptObject) -> str:
         names = [name for name in names if kinds.get(name) is not ast.ClassDef]
     own = [name for name in names if name not in imported]
     own.sort(key=lambda name: _unlikeliness(name, target.command, kinds.get(name)))
+    own = [name for name in own if name in kinds or any(_sounds_like(name))] or own
     near = difflib.get_close_matches(target.name, own, n=1, cutoff=0.5) if target.name else []
     own = near or own[:_SHOWN]
     if not own:
@@ -200,10 +201,15 @@ def _only_acts(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionD
 
 def _unlikeliness(name: str, command: str, kind: type | None) -> tuple[bool, bool]:
     """Return a sort key that puts names likely to suit the command first."""
-    is_data = any(part in name.lower() for part in ("data", "ds", "set", "train"))
-    is_loader = "loader" in name.lower()
+    is_data, is_loader = _sounds_like(name)
     if command == "verify":
         return is_data and not is_loader, not is_loader and kind is not ast.FunctionDef
     if command == "pack":
         return not is_data or is_loader, kind is ast.ClassDef
     return not (is_data or is_loader), kind is ast.ClassDef
+
+
+def _sounds_like(name: str) -> tuple[bool, bool]:
+    """Return whether a name sounds like that of a dataset, and of a loader."""
+    is_data = any(part in name.lower() for part in ("data", "ds", "set", "train"))
+    return is_data, "loader" in name.lower()

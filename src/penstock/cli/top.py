@@ -148,9 +148,7 @@ class _Usage:
     def measure(self, loaders: list[LoaderView]) -> None:
         import psutil
 
-        pids = {view.pid for view in loaders}
-        pids |= {worker.pid for view in loaders for worker in view.workers}
-        for pid in pids:
+        for pid in {pid for view in loaders for pid in _processes(view)}:
             try:
                 process = self._processes.setdefault(pid, psutil.Process(pid))
                 self._found[pid] = process.cpu_percent(), process.memory_info().rss
@@ -182,15 +180,16 @@ class _Usage:
             if pid in self._found
         }
 
-    def cells(self, pid: int) -> tuple[str, str]:
+    def cells(self, pid: int | None) -> tuple[str, str]:
         """Return CPU and memory of a process as text."""
-        if pid not in self._found:
+        if pid is None or pid not in self._found:
             return "", ""
         return f"{self._found[pid][0]:.0f}%", size(self._found[pid][1])
 
 
 def _processes(view: LoaderView) -> tuple[int, ...]:
-    return view.pid, *(worker.pid for worker in view.workers)
+    """Return the program and its workers on this machine."""
+    return view.pid, *(worker.pid for worker in view.workers if worker.pid is not None)
 
 
 # -- drawing ---------------------------------------------------------------------------------------
@@ -243,7 +242,8 @@ def _lines(view: LoaderView, usage: _Usage, width: int) -> Iterator[tuple[str, s
     shown = "; ".join(
         f"{name} {_ms(t.p50_s)}/{_ms(t.p95_s)}/{_ms(t.p99_s)}" for name, t in times if t.p99_s
     )
-    yield f"p50/p95/p99 in ms: {shown}", ""
+    if shown:
+        yield f"p50/p95/p99 in ms: {shown}", ""
     num_bad = sum(metrics.bad_samples.values())
     line = f"{metrics.num_batches:,} batches; {metrics.num_restarts} restarts "
     line += f"({metrics.num_hangs} hung), {num_bad} bad samples{usage.reading(view)}"
@@ -291,7 +291,8 @@ def _worker_table(view: LoaderView, usage: _Usage, room: int) -> Table:
         busy = f"{worker.busy_s:.1f} s" if worker.busy_s else ""
         cells = (worker.state, _sample(worker), busy, *usage.cells(worker.pid))
         is_odd = worker.state in ("lost", "stopped") or worker.busy_s > LONG_S
-        row = (str(worker.number), str(worker.pid), *cells, str(worker.num_restarts or ""))
+        pid = "remote" if worker.pid is None else str(worker.pid)
+        row = (str(worker.number), pid, *cells, str(worker.num_restarts or ""))
         table.add_row(*row, style="yellow" if is_odd else None)
     if len(workers) > room:
         table.add_row("", "", f"and {len(workers) - room} more", *[""] * 5)
@@ -309,7 +310,7 @@ def _stacks(view: LoaderView) -> Iterator[tuple[str, str]]:
     from penstock.engine.parent.stacks import take_stack
 
     for worker in view.workers:
-        if worker.busy_s > LONG_S and worker.pid != view.pid:
+        if worker.busy_s > LONG_S and worker.pid not in (view.pid, None):
             name = f"worker {worker.number} (pid {worker.pid}), {worker.busy_s:.0f} s"
             yield name, take_stack(worker.pid, worker.stack_fd)
 

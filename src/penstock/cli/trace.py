@@ -165,7 +165,8 @@ def _compare(options: argparse.Namespace) -> int:
         text = f"{Path(options.after).name} is {abs(slowdown.share):.1%} {word} "
         text += f"(noise: {slowdown.noise:.1%})."
         if slowdown.is_busy:
-            text += " Not checked: other programs used the cores during one of the runs."
+            text += " Other programs used the cores during one of the runs"
+            text += "." if limit is None else f", so the limit of {limit:.1%} was not checked."
         elif limit is not None:
             text += f" The limit is {limit:.1%}: {'failed' if is_slower else 'passed'}."
         console.print(text, markup=False)

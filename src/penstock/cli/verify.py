@@ -28,7 +28,9 @@ SAME, DIFFERENT = 0, 1
 
 def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments of the command. Called by :mod:`penstock.cli.parser`."""
-    parser.epilog = "Exit status: 0 if the same, 1 if different, 2 for a usage error."
+    parser.epilog = (
+        "Exit status: 0 if the same, 1 if different or not verified, 2 for a usage error."
+    )
     parser.add_argument(
         "target",
         nargs="?",

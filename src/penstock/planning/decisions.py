@@ -242,9 +242,7 @@ def _count_slots(request: LoaderRequest, work: Workload, pool: str, num_workers:
     depth = request.prefetch_factor or 2
     batch_bytes = work.sample_bytes * (request.batch_size or 1)
     total = num_workers * depth * batch_bytes
-    reason = (
-        f"{count(num_workers, 'worker')} x {depth} batches x {size(batch_bytes)} = {size(total)}"
-    )
+    reason = f"{count(num_workers, 'worker')} x {depth} batches x {size(batch_bytes)}"
     return Choice(total, reason, "measured")
 
 
@@ -264,8 +262,8 @@ def _warnings(plan: Plan, machine: Machine, request: LoaderRequest, work: Worklo
     slots = plan.slot_memory.value or 0
     if free and slots > free // 2:
         found.append(
-            f"batches in flight need {plan.slot_memory.reason}, but only {size(free)} of memory "
-            "is free. Lower prefetch_factor, num_workers or batch_size."
+            f"batches in flight need {size(slots)} ({plan.slot_memory.reason}), but only "
+            f"{size(free)} of memory is free. Lower prefetch_factor, num_workers or batch_size."
         )
     if plan.start_method.value == "fork" and machine.has_gpu_context:
         found.append(

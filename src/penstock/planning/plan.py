@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+from penstock.planning.quantities import size
+
 Source = Literal["asked", "measured", "rule"]
 Severity = Literal["harm", "slow", "note"]
 
@@ -23,6 +25,18 @@ def label(name: str) -> str:
         ('start method', 'num_workers')
     """
     return name.replace("_", " ") if name in _NO_ARGUMENTS else name
+
+
+def value_text(name: str, value: Any) -> str:
+    """Return the value of a choice as shown: memory with its unit, ``-`` for None.
+
+    Example:
+        >>> value_text("slot_memory", 3 << 20), value_text("start_method", None)
+        ('3 MiB', '-')
+    """
+    if value is None:
+        return "-"
+    return size(value) if name == "slot_memory" else str(value)
 
 
 class Choice(NamedTuple):
@@ -84,7 +98,10 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.choices)
-        rows = [f"{label(name):<{width}}  {choice}" for name, choice in self.choices.items()]
+        rows = [
+            f"{label(name):<{width}}  {value_text(name, value)} ({source}: {reason})"
+            for name, (value, reason, source) in self.choices.items()
+        ]
         rows += [f"warning: {text}" for text in self.warnings]
         return "\n".join([*rows, *(f"note: {text}" for text in self.notes)])
 

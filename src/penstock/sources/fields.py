@@ -103,6 +103,16 @@ def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
     return "single", ["value"], [sample]
 
 
+def refuse_none(sample: Any, index: int) -> None:
+    """Raise CannotPack for a sample that is None."""
+    if sample is None:
+        raise CannotPack(
+            f"dataset[{index}] returned None, which cannot be stored",
+            remedy="return a value for every index",
+            sample_index=index,
+        )
+
+
 def join_sample(form: str, names: Sequence[str], values: Sequence[Any]) -> Any:
     """Return a sample made from its values. The reverse of :func:`split_sample`.
 
@@ -165,8 +175,9 @@ def kind_of(value: Any, name: str) -> FieldKind:
         return "tensor"
     if hasattr(type(value), "convert") and hasattr(type(value), "getbands"):  # a Pillow image
         return "image"
+    what = "None" if value is None else f"a {type(value).__name__}"
     raise CannotPack(
-        f"field {name!r} is a {type(value).__name__}, which cannot be stored without pickle",
+        f"field {name!r} is {what}, which cannot be stored without pickle",
         remedy="return arrays, tensors, numbers, text, bytes, or a tuple or dict of them",
         field=name,
     )
@@ -312,6 +323,7 @@ class SampleEncoder:
         Raises:
             CannotPack: It differs from the first samples, or would not survive a round trip.
         """
+        refuse_none(sample, index)
         form, names, values = split_sample(sample)
         if form == self._form == "dict":
             if set(names) != set(self._names):

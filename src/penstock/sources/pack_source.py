@@ -28,6 +28,7 @@ from penstock.sources.fields import (
     kinds_of,
     mean_bytes,
     read_requests,
+    refuse_none,
     split_sample,
 )
 from penstock.sources.packed_writer import PackSpec, make_fingerprint
@@ -225,6 +226,7 @@ def _probes(
         try:
             sample = randomness.call(get, index, index)
             times_s.append(time.perf_counter() - start_s)
+            refuse_none(sample, index)
             split_sample(sample)  # raises for samples without fields
         except Exception as error:
             if on_error == "raise":

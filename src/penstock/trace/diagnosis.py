@@ -109,8 +109,8 @@ class _CauseSearch:
         self.workers = workers = account.workers
         busy_s = sum(worker.busy_s for worker in workers) or 1e-9
         # Shares of the workers' busy time, extrapolated from the parts that were measured.
-        self.cpu = sum(worker.cpu_s for worker in workers) / busy_s
-        self.queued = sum(worker.queued_s for worker in workers) / busy_s
+        self.cpu = min(1.0, sum(worker.cpu_s for worker in workers) / busy_s)
+        self.queued = min(1 - self.cpu, sum(worker.queued_s for worker in workers) / busy_s)
         self.others = wait_for_others(account, facts)
         self.waiting = sum(worker.wait_share * worker.busy_s for worker in workers) / busy_s
         self.collating = sum(worker.collate_s + worker.copied_s for worker in workers) / busy_s
@@ -161,8 +161,7 @@ class _CauseSearch:
             f"assembling batches {assembling}%"
         )
         if self.others > OTHERS_HOLD_CORES and cause not in ("decode", "other programs"):
-            waited = f"workers wait {self.queued:.0%} of their time for one"
-            evidence = [*evidence, f"other programs use the cores, and {waited}"]
+            evidence = [*evidence, "other programs use the cores that the workers wait for"]
         if run.startup_s > run.steady_s and cause != "start-up":
             evidence = [*evidence, f"start-up: {run.startup_s:.2f} s until the first batch"]
         return Diagnosis(
@@ -442,13 +441,11 @@ class _CauseSearch:
     def _worker_evidence(self) -> list[str]:
         if not self.workers:
             return []
-        cpu = min(1.0, self.cpu)
-        queued = min(1.0 - cpu, self.queued)
         count, row_ms = self.run.num_workers, self.run.typical_row_s * 1e3
         lines = [
-            f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms per sample: computing {cpu:.0%}, "
-            f"waiting for a core {queued:.0%}, waiting for data "
-            f"{max(0.0, 1 - cpu - queued):.0%}; collating {self.collating:.0%}",
+            f"{count} worker{'s' * (count > 1)}, {row_ms:.3g} ms per sample: "
+            f"computing {self.cpu:.0%}, waiting for a core {self.queued:.0%}, waiting for data "
+            f"{1 - self.cpu - self.queued:.0%}; collating {self.collating:.0%}",
         ]
         if self.run.share(self.run.stall_s) >= LITTLE_WAIT:  # otherwise there is nothing to explain
             idle = 1 - self.stall_busy

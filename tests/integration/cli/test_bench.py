@@ -49,6 +49,22 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
     assert told == ["one sample at a time", "0 workers", "3 workers", told[-1]]
 
 
+def test_the_ceiling_is_measured_with_the_recommended_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs: list[tuple[type, int]] = []
+    original = bench_measurement._run
+
+    def run(dataset: Any, batch_size: int, collate_fn: Any, workers: int, seconds: float) -> Any:
+        runs.append((type(dataset.dataset), workers))
+        return original(dataset, batch_size, collate_fn, workers, seconds)
+
+    monkeypatch.setattr(bench_measurement, "_run", run)
+    source = BenchDataset(name="waiting", dataset=Waiting())
+    measure(source, batch_size=1, workers=(0,), seconds=0.2, tell=lambda step: None)
+    assert runs == [(Waiting, 0), (list, 0)]
+
+
 def some_result() -> BenchResult:
     runs = [
         WorkersRate(workers=0, rate=100.0, stall_share=0.9, verdict="<slow>"),
@@ -168,6 +184,23 @@ def test_a_dataset_that_gives_nothing_is_named(dataset: Any, words: str) -> None
             seconds=0.1,
             tell=print,
         )
+
+
+class Broken(Raising):
+    files = ("cat/0.jpg", "cat/1.jpg")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("photos", r"In: cat/0\.jpg$"), ("s.py:ds", r"In: .*\n  Try: penstock doctor s\.py:ds")],
+)
+def test_a_file_that_is_broken_is_named(name: str, words: str) -> None:
+    source = BenchDataset(name=name, dataset=Broken())
+    with pytest.raises(BadTarget, match=words):
+        measure(source, batch_size=2, workers=(0,), seconds=0.1, tell=lambda step: None)
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing() -> None:

@@ -19,7 +19,11 @@ SHORT = """
 import sys
 from penstock.cli import demo, main
 demo.NUM_TURNS, demo.WARM_UP_S, demo.WINDOW_S, demo.MAX_STEP_S = 1, 0.05, 0.1, 0.1
-main(["demo", "--seconds", "1", "--workers", "1", "--images", "32", "--page", sys.argv[1]])
+try:
+    main(["demo", "--seconds", "1", "--workers", "1", "--images", "32", "--page", sys.argv[1]])
+finally:
+    assert "torch" in sys.modules
+    assert "torch._dynamo" not in sys.modules, "its import takes 5 s"
 """
 
 

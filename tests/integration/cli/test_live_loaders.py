@@ -14,7 +14,14 @@ from support.live_programs import running, wait_for
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
 
-from penstock.cli.live_loaders import LoaderView, find_programs, read_program
+from penstock.cli.live_loaders import (
+    LoaderView,
+    WorkerView,
+    _Pool,
+    find_programs,
+    read_program,
+)
+from penstock.engine.memory.messages import control_bytes
 
 
 @pytest.mark.slow
@@ -65,3 +72,22 @@ def test_a_fork_of_the_program_is_not_a_second_loader() -> None:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
         assert children
         assert all(read_program(int(child)) == [] for child in children)
+
+
+def workers_of(pids: list[int]) -> list[WorkerView]:
+    """Return what is seen of a pool of this process, with workers of these pids."""
+    fd = os.memfd_create("penstock-test")
+    try:
+        os.ftruncate(fd, control_bytes(len(pids), 0))
+        pool = {"pids": pids, "pass_offset": 0, "trace_bytes": 0, "fd": fd}
+        return list(_Pool(os.getpid(), pool, [], {}).workers(at_ns=0))
+    finally:
+        os.close(fd)
+
+
+def test_workers_on_other_machines_have_no_pid_and_are_not_lost() -> None:
+    local, remote = workers_of([os.getpid(), 0])  # as with remote_workers=
+    assert (local.pid, local.state) == (os.getpid(), "loading")
+    assert (remote.pid, remote.state) == (None, "loading")
+    (ended,) = workers_of([(1 << 22) + 1])  # the control: no process can have this pid
+    assert ended.state == "lost"

@@ -75,6 +75,31 @@ def test_a_dataset_of_a_script_is_packed_and_its_bad_sample_listed(tmp_path: Pat
     assert "AlreadyThere: [F05] " in again.stderr
 
 
+NONE = """
+class Gappy:
+    def __len__(self): return 50
+    def __getitem__(self, i): return None if i == 31 else i
+
+dataset = Gappy()
+"""
+
+
+def test_a_sample_that_is_none_is_named_with_the_command_that_leaves_it_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.py").write_text(NONE)
+    line = ("pack", "data.py:dataset", "out", "--workers", "0")
+    monkeypatch.setattr(sys, "argv", ["penstock", *line])
+    refused = " ".join(command_line.invoke(*line).output.split())
+    assert "CannotPack: [F03] dataset[31] returned None, which cannot be stored" in refused
+    skip = f"penstock {' '.join(line)} --on-error skip"
+    assert f"Try: return a value for every index; or {skip} #" in refused
+    left_out = command_line.invoke(*line, "--on-error", "skip")
+    assert left_out.exit_code == 0, left_out.output
+    assert "sample 31 is bad: CannotPack: dataset[31] returned None" in left_out.output
+
+
 SLOW = """
 import time
 

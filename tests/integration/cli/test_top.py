@@ -11,12 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
-from penstock.cli.live_loaders import read_program
+from penstock.cli import top
+from penstock.cli.live_loaders import WorkerView, read_program
 from support import command_line
 from support.live_programs import running, wait_for
 
@@ -210,6 +213,49 @@ def test_a_program_in_a_container_is_shown_with_the_ids_of_this_one() -> None:
             lambda: [one for one in read_program(child.pid)[0].workers if one.state == "stopped"]
         )
         assert [worker.number for worker in stopped] == [0]
+
+
+def test_a_worker_on_another_machine_is_shown_without_a_pid() -> None:
+    far = WorkerView(number=1, pid=None, state="loading", sample="7", busy_s=3.0)
+    near = WorkerView(number=0, pid=os.getpid(), state="idle")
+    metrics = SimpleNamespace(read_bytes=None, disk_bytes=None)
+    view: Any = SimpleNamespace(pid=1, workers=(near, far), metrics=metrics)
+    usage = top._Usage()
+    usage.measure([view])
+    assert usage.of(view).keys() == {1, os.getpid()}
+    console = Console(width=100, record=True)
+    console.print(top._worker_table(view, usage, room=8))
+    _, first, second = (line.split() for line in console.export_text().splitlines())
+    assert first[:3] == ["0", str(os.getpid()), "idle"]
+    assert second == ["1", "remote", "loading", "7", "3.0", "s"]
+    assert list(top._stacks(view)) == []  # a signal to pid 0 would go to this process group
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_times_are_shown_once_there_are_some(is_measured: bool) -> None:
+    times = SimpleNamespace(p50_s=0.001, p95_s=0.002, p99_s=0.003 if is_measured else 0.0)
+    rates = dict.fromkeys(("samples_per_s", "batches_per_s", "wait_share", "step_share"), 0.0)
+    counts = dict.fromkeys(("num_ready", "num_batches", "num_restarts", "num_hangs"), 0)
+    verdict = SimpleNamespace(sentence="No batch was delivered.", remedy="")
+    metrics = SimpleNamespace(
+        **rates, **counts, load=times, wait=times, step=times, bad_samples={}, verdict=verdict
+    )
+    view: Any = SimpleNamespace(
+        pid=1,
+        rank=None,
+        facts={},
+        program="",
+        is_stopped=False,
+        waiting_s=None,
+        idle_s=0.0,
+        ring_bytes=0,
+        workers=(),
+        metrics=metrics,
+    )
+    lines = [text for text, _ in top._lines(view, top._Usage(), width=80)]
+    assert [line for line in lines if line.startswith("p50")] == (
+        ["p50/p95/p99 in ms: load 1/2/3; wait 1/2/3; step 1/2/3"] if is_measured else []
+    )
 
 
 def test_a_hung_sample_is_shown_with_its_stack() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Timeline
+from penstock.cli import run as run_module
 from penstock.cli import trace as trace_module
 from support import command_line, synthetic_traces
 
@@ -187,6 +188,41 @@ def test_a_run_that_is_slower_than_allowed_fails(
     plain = penstock("compare", *pairs[order], "--fail-if", f"slower:{limit}", "--json")
     assert plain.exit_code == exit_code
     assert json.loads(plain.output)["is_slower"] is bool(exit_code)
+
+
+@pytest.mark.parametrize(("queued_share", "exit_code"), [(0.5, 0), (0.0, 1)])
+def test_runs_beside_other_programs_are_not_checked(
+    tmp_path: Path, queued_share: float, exit_code: int
+) -> None:
+    shares = {"cpu_share": 0.4, "queued_share": queued_share}
+    for name, fetch_ms in (("quick", 20.0), ("slow", 30.0)):
+        records = synthetic_traces.make_records(num_batches=60, fetch_ms=fetch_ms, **shares)
+        Timeline(records).save(tmp_path / f"{name}.json")
+    pair = (str(tmp_path / "quick.json"), str(tmp_path / "slow.json"))
+    done = penstock("compare", *pair, "--fail-if", "slower:5%")
+    assert done.exit_code == exit_code
+    shown = " ".join(done.output.split())
+    others = "Other programs used the cores during one of the runs"
+    assert (f"{others}, so the limit of 5.0% was not checked." in shown) is not bool(exit_code)
+    assert ("The limit is 5.0%: failed." in shown) is bool(exit_code)
+    without_limit = penstock("compare", *pair)
+    assert without_limit.exit_code == 0
+    assert (f"{others}." in " ".join(without_limit.output.split())) is not bool(exit_code)
+
+
+@pytest.mark.parametrize(("queued_share", "is_above"), [(0.5, False), (0.0, True)])
+def test_waits_beside_other_programs_are_not_checked(
+    monkeypatch: pytest.MonkeyPatch, queued_share: float, is_above: bool
+) -> None:
+    shares = {"cpu_share": 0.4, "queued_share": queued_share}
+    records = synthetic_traces.make_records(num_batches=60, fetch_ms=30.0, **shares)
+    trace = run_module._RunTrace(None, max_wait=0.05)
+    monkeypatch.setattr(trace, "_timeline", lambda: Timeline(records))
+    assert trace.check_wait() is is_above  # `penstock run` then exits with status 3
+    first = trace.write()[0]
+    why = "--max-wait was not checked: other programs used the cores"
+    assert (why in first) is not is_above
+    assert ("above --max-wait 5.0%" in first) is is_above
 
 
 @pytest.mark.parametrize("text", ["slower", "slower:5", "faster:5%", "slower:-5%", "slower:500%"])

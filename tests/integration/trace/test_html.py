@@ -55,11 +55,16 @@ def assert_quiet(window: Browser) -> None:
     assert window.requests() == []
 
 
+def test_times_on_the_axis_have_no_trailing_zeros(page: Browser) -> None:
+    times = {0: "0 s", 500: "0.5 µs", 2e8: "200 ms", 1.5e6: "1.5 ms", 1.2e9: "1.2 s", 10e9: "10 s"}
+    assert {ns: page.run(f"return window.timeline.tick({ns})") for ns in times} == times
+
+
 def test_the_page_draws_the_run_and_says_what_limits_it(window: Browser, tmp_path: Path) -> None:
     window.open(save(tmp_path, num_batches=400, spans_per_part=2, dataset="Images"))
     assert "Images" in text_of(window, "title")
     assert "would raise the rate" in text_of(window, "sentence")
-    assert "Try: DataLoader(" in text_of(window, "evidence")
+    assert text_of(window, "remedy").startswith("Try: DataLoader(")
     painted = window.run(
         "const c = document.getElementById('view');"
         "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"

@@ -44,7 +44,8 @@ def test_turns_that_go_both_ways_are_noise_and_the_reason_is_given_once() -> Non
     mixed = timings(0.2, 9.0, 10.6, 13.0)
     assert "time is spent in the dataset" in conclude(comparison(ours=mixed))
     with_step = conclude(comparison(ours=mixed, step_s=0.1))
-    assert "the step is the limit (100 images/s at most)" in with_step
+    assert "The step is the limit for both (100 images/s at most)" in with_step
+    assert "No difference" not in with_step
     assert printed(comparison(ours=mixed)).count("No difference") == 1
 
 

@@ -154,8 +154,15 @@ def test_every_command_has_a_page_of_help(capsys: pytest.CaptureFixture[str]) ->
         assert said.startswith(f"Usage: {name} [OPTIONS]")
         assert f"Example: {name}" in said
         assert "<bool>" not in said
+        assert "[]" not in said
         helps = {action.help for action in parser._actions}
         assert [text for text in helps if not text or not text.endswith(".")] == []
+
+
+def test_the_help_of_the_program_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--help"])
+    assert "Example: penstock run --trace run.html train.py" in capsys.readouterr().out
 
 
 def test_no_option_of_the_loader_alone_has_a_flag() -> None:

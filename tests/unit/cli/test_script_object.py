@@ -184,3 +184,19 @@ def test_a_function_that_trains_is_not_suggested(tmp_path: Path, command: str) -
     assert (
         find_script_object(f"{script}:main", command).name == "main"
     )  # if it is named, it is used
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("p = make_parser()\na = p.parse_args()\nds = [a]\nloader = ds\n", "ds  (or loader)"),
+        ("def photos(): return []\na = 1\n", "photos"),
+        ("p = []\na = 1\n", "p  (or a)"),  # no better name
+    ],
+)
+def test_variables_that_hold_other_things_are_not_suggested(
+    tmp_path: Path, source: str, said: str
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(source)
+    assert refusal(str(script)).endswith(f"Try: penstock doctor {script}:{said}")

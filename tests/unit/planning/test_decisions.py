@@ -176,6 +176,10 @@ def test_a_plan_reads_as_a_table_with_every_reason_and_turns_into_json() -> None
         *("start_method", "threads_per_worker", "slot_memory")  # no arguments of DataLoader
     }
     assert "warning: " in text
+    assert "slot memory         - (rule: known after the first batch)" in text
+    known = str(plan._replace(slot_memory=Choice(38_535_680, "4 batches", "measured")))
+    assert "slot memory         36.8 MiB (measured: 4 batches)" in known
+    assert "None" not in text
     assert json.loads(json.dumps(plan.to_dict()))["num_workers"]["value"] == 2
 
 

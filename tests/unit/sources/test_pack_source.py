@@ -40,7 +40,9 @@ CANNOT = {
     "an object array": (Given(np.array([{}, None], object)), {}, "array of object"),
     "a list in a tuple": (Given(([1, 2], 3)), {}, "without pickle"),
     "a set": (Given({1}), {}, "without pickle"),
-    "None": (Given(None), {}, "without pickle"),
+    "None": (Given(None), {}, r"dataset\[0\] returned None"),
+    "None, later": (Given(*[1] * 22, None, *[1] * 18), {}, r"dataset\[22\] returned None"),
+    "None in a tuple": (Given((1, None)), {}, "field 'field_1' is None, which cannot be stored"),
     "texts in an array": (Given(np.array(["a"])), {}, "can contain only numbers"),
     "a text that is too long": (
         Given("abc", "abcdef"),

@@ -101,12 +101,10 @@ def test_the_noise_covers_a_slow_drift() -> None:
 @pytest.mark.parametrize(("queued", "is_judged"), [(0.5, False), (0.0, True)])
 def test_a_run_beside_other_programs_is_not_judged(queued: float, is_judged: bool) -> None:
     def record(fetch_ms: float) -> TraceModel:
-        records = synthetic_traces.make_records(num_batches=60, fetch_ms=fetch_ms, cpu_share=0.4)
-        for lane in records["lanes"][1:]:
-            lane["spans"] = [
-                one._replace(b=int(queued * (one.end_ns - one.start_ns))) for one in lane["spans"]
-            ]
-        return make_model(records)
+        shares = {"cpu_share": 0.4, "queued_share": queued}
+        return make_model(
+            synthetic_traces.make_records(num_batches=60, fetch_ms=fetch_ms, **shares)
+        )
 
     found = measure_slowdown(record(20.0), record(30.0))
     assert found is not None

@@ -112,22 +112,26 @@ def _check_ends(results: DatasetResults) -> Iterator[Problem]:
 
 def _check_errors(results: DatasetResults) -> Iterator[Problem]:
     reachable = results.get("num_reachable") or 0
-    alike: dict[tuple[str, str | None], list[Any]] = {}
+    alike: dict[tuple[str, str | None], list[tuple[Any, str | None]]] = {}
     for error in results.get("errors", ()):
         is_past = error["is_index_error"] and 0 < reachable <= _as_int(error["index"])
         if not is_past:  # otherwise the length is wrong, which _check_ends reports
-            alike.setdefault((error["what"], error["where"]), []).append(error["index"])
-    for (what, where), indices in alike.items():
-        shown = ", ".join(f"dataset[{index!r}]" for index in indices[:_SHOWN_INDICES])
+            same = alike.setdefault((error["what"], error["where"]), [])
+            same.append((error["index"], error.get("path")))
+    for (what, where), failed in alike.items():
+        shown = ", ".join(
+            f"dataset[{index!r}]" + (f" ({path})" if path else "")
+            for index, path in failed[:_SHOWN_INDICES]
+        )
         if results.get("kind") == "iterable":
-            shown = f"sample {indices[0]} of the stream"
-        more = f" and {len(indices) - _SHOWN_INDICES} more" * (len(indices) > _SHOWN_INDICES)
+            shown = f"sample {failed[0][0]} of the stream"
+        more = f" and {len(failed) - _SHOWN_INDICES} more" * (len(failed) > _SHOWN_INDICES)
         yield Problem(
             code="sample-raises",
             severity="harm",
             what=f"{shown}{more} raised {what}",
             why="the epoch stops there",
-            cure=f"if index == {indices[0]!r}: breakpoint()  # in __getitem__",
+            cure=f"if index == {failed[0][0]!r}: breakpoint()  # in __getitem__",
             where=where,
         )
 

@@ -17,7 +17,7 @@ from penstock.cli.doctor.gpu_copies import copy_rows
 from penstock.cli.sections import main_facts, print_section
 from penstock.machine.facts import Gpu, Machine
 from penstock.machine.storage import Storage
-from penstock.planning.plan import Problem, label
+from penstock.planning.plan import Problem, label, value_text
 from penstock.planning.quantities import duration, size
 
 if TYPE_CHECKING:
@@ -60,11 +60,11 @@ def print_report(console: Console, findings: DoctorFindings) -> None:
         )
     if findings.convolutions is not None:
         print_section(console, "Convolutions", convolution_rows(findings.convolutions))
-    choices = {name: value for name, value in findings.plan.items() if isinstance(value, dict)}
-    rows = [
-        (label(name), f"{choice['value']}  ({choice['source']}: {choice['reason']})")
-        for name, choice in choices.items()
-    ]
+    rows = []
+    for name, choice in findings.plan.items():
+        if isinstance(choice, dict):
+            value = value_text(name, choice["value"])
+            rows.append((label(name), f"{value}  ({choice['source']}: {choice['reason']})"))
     print_section(console, "Plan", rows)
     _print_problems(console, findings.problems)
 
@@ -105,7 +105,8 @@ def _machine_rows(findings: DoctorFindings) -> Iterable[tuple[str, str]]:
     yield "JPEG decoders", decoders + turbo.get(machine.has_turbo, "")  # type: ignore[arg-type]
     for path, storage in findings.storage.items():
         on = " ".join(filter(None, (storage.device, storage.filesystem)))
-        yield "data", f"{path}: {storage.kind}" + (f" ({on})" if on else "")
+        kind = "type not reported" if storage.kind == "unknown" else storage.kind
+        yield "data", f"{path}: {kind}" + (f" ({on})" if on else "")
 
 
 # -- the dataset -----------------------------------------------------------------------------------

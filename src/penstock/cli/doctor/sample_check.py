@@ -18,6 +18,7 @@ import torch
 
 from penstock.cli.doctor.sample_form import devices_in, form_of, skeleton_of
 from penstock.cli.user_code import describe_error, place_of
+from penstock.engine.loading.sample_path import find_path
 from penstock.order.event_loop import sample_getter
 from penstock.planning.sample_timing import (
     SampleTiming,
@@ -84,7 +85,7 @@ class SampleCheck:
                 self.good.append(timed.index)
                 self._record_form(timed)
             elif len(self.errors) < MAX_ERRORS:
-                self.errors.append(_describe_failure(timed))
+                self.errors.append(self._describe_failure(timed))
             yield timed
             if timed.error is not None and self.is_iterable:
                 return  # a stream does not continue after an exception
@@ -106,6 +107,17 @@ class SampleCheck:
         if skeleton not in self.forms and len(self.forms) < MAX_FORMS:
             self.forms[skeleton] = {"index": timed.index, "form": form_of(timed.sample)}
             self.devices |= devices_in(timed.sample)
+
+    def _describe_failure(self, timed: TimedSample) -> dict[str, Any]:
+        assert timed.error is not None
+        path = None if self.is_iterable else find_path(self.dataset, timed.index, timed.error)
+        return {
+            "index": timed.index,
+            "what": describe_error(timed.error),
+            "where": place_of(timed.error),
+            "path": path,
+            "is_index_error": isinstance(timed.error, (IndexError, KeyError)),
+        }
 
     # -- the last index ----------------------------------------------------------------------------
 
@@ -180,14 +192,4 @@ def _states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (numpy_state["state"]["pos"], numpy_state["state"]["key"].tobytes()),
         "torch": torch.default_generator.get_state().numpy().tobytes(),
-    }
-
-
-def _describe_failure(timed: TimedSample) -> dict[str, Any]:
-    assert timed.error is not None
-    return {
-        "index": timed.index,
-        "what": describe_error(timed.error),
-        "where": place_of(timed.error),
-        "is_index_error": isinstance(timed.error, (IndexError, KeyError)),
     }

@@ -173,6 +173,9 @@ def test_exceptions_alike_are_one_problem_and_a_lying_length_explains_its_own() 
     problem = found(errors=errors)["sample-raises"]
     assert "dataset[1], dataset[2], dataset[3] and 1 more raised ValueError" in problem.what
     assert problem.where == "d.py:3"
+    torn = [{**error(i, "OSError: torn"), "path": f"cat/{i}.jpg"} for i in (4, 7)]
+    what = found(errors=torn)["sample-raises"].what
+    assert what == "dataset[4] (cat/4.jpg), dataset[7] (cat/7.jpg) raised OSError: torn"
     lies = found(errors=[error(99, "IndexError: 99")], num_reachable=60, length=100)
     assert set(lies) == {"length-lies"}
 
