@@ -39,7 +39,6 @@ def test_more_workers_are_recommended_where_they_bring_more() -> None:
     none, three = found.runs
     assert three.rate > 1.5 * none.rate
     assert found.recommended is three
-    assert found.ceiling > 2 * three.rate
     assert found.stages[0].sample_ms >= 1e3 * WAIT_S
     assert "waiting" in found.stages[0].note
     assert three.predicted is not None

@@ -13,6 +13,7 @@ import pytest
 from penstock import Timeline
 from penstock.cli import run as run_module
 from penstock.cli import trace as trace_module
+from penstock.trace import recorder
 from support import command_line, synthetic_traces
 
 
@@ -216,6 +217,7 @@ def test_waits_beside_other_programs_are_not_checked(
 ) -> None:
     shares = {"cpu_share": 0.4, "queued_share": queued_share}
     records = synthetic_traces.make_records(num_batches=60, fetch_ms=30.0, **shares)
+    monkeypatch.setattr(recorder, "keep_recorders", list)  # the real one keeps those of all tests
     trace = run_module._RunTrace(None, max_wait=0.05)
     monkeypatch.setattr(trace, "_timeline", lambda: Timeline(records))
     assert trace.check_wait() is is_above  # `penstock run` then exits with status 3
