@@ -179,11 +179,13 @@ def _elsewhere(file_name: str, content: dict[str, Any]) -> list[str]:
         measured.append(f" {'; '.join(others)} |")
     about = f"{machine['architecture'].replace('_', '-')}, {machine['usable_cores']} cores"
     commands = dict.fromkeys(_when(table["asked"]) for table in tables)
+    are_shared = all("--here" in command for command in commands)
+    environments = "One environment for all." if are_shared else "An environment for each library."
     return [
         f"## Wins and losses on {about}",
         "",
         f"{_machine(content)} [All samples](../benchmarks/results/{file_name}). "
-        f"torch {content['peers']['torch']['versions']['torch']}. One environment for all.",
+        f"torch {content['peers']['torch']['versions']['torch']}. {environments}",
         "",
         *(line + more for line, more in zip(lines, measured, strict=True)),
         "",
