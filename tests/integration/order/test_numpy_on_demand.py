@@ -60,22 +60,31 @@ def load(**way):
     print(torch.cat(list(DataLoader(Draws(), batch_size=16, seed=7, **way))).tolist())
 
 assert "numpy.random" not in sys.modules
+"""
+INLINE_FIRST = """
 load(num_workers=0)
 assert ("numpy.random" in sys.modules) == (first < 64)
 load(num_workers=0)
 load(num_workers=2)
 load(num_workers=2, pool="thread")
 """
+WORKERS_FIRST = """
+load(num_workers=2)
+load(num_workers=1)
+assert "numpy.random" not in sys.modules
+load(num_workers=0)
+"""
 
 
 @pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
 @pytest.mark.parametrize("first", [0, 3, 20, 64], ids=["first", "observed", "unseeded", "never"])
-def test_a_sample_that_imports_it_is_loaded_again(first: int, tmp_path: Path) -> None:
-    program = HIDDEN.replace("{first}", str(first))
+@pytest.mark.parametrize("loads", [INLINE_FIRST, WORKERS_FIRST], ids=["inline", "in workers"])
+def test_a_sample_that_imports_it_is_loaded_again(first: int, loads: str, tmp_path: Path) -> None:
+    program = HIDDEN.replace("{first}", str(first)) + loads
     told = scripts.run(program, tmp_path, PYTHONPATH=str(REPO / "src"))
     assert told.returncode == 0, told.stderr
     cold, *others = told.stdout.splitlines()
-    assert others == [cold] * 3
+    assert others == [cold] * (loads.count("load(") - 1)
     assert len(set(cold.strip("[]").split(", "))) == min(65 - first, 64)
 
 
@@ -100,36 +109,6 @@ def test_the_caller_finds_an_unseeded_generator(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(REPO / "src")}
     told = {scripts.run(CALLERS, tmp_path, **env).stdout for _ in range(2)}
     assert len(told) == 2
-
-
-IN_WORKERS = """
-import sys, torch
-import numpy as np
-from penstock import DataLoader
-first = {first}
-
-class Draws:
-    def __len__(self): return 64
-    def __getitem__(self, index):
-        if index < first:
-            return 0.0
-        return float(getattr(np, "".join(["ran", "dom"])).rand())  # no search of the code finds it
-
-for workers in (2, 1, 0):
-    print(torch.cat(list(DataLoader(Draws(), batch_size=16, seed=7, num_workers=workers))).tolist())
-    assert workers == 0 or "numpy.random" not in sys.modules
-"""
-
-
-@pytest.mark.skipif(np.__version__ < "2", reason="NumPy 1 imports numpy.random itself")
-@pytest.mark.parametrize("first", [0, 3, 20, 64], ids=["first", "observed", "unseeded", "never"])
-def test_a_sample_that_imports_it_in_a_worker_is_loaded_again(first: int, tmp_path: Path) -> None:
-    program = IN_WORKERS.replace("{first}", str(first))
-    told = scripts.run(program, tmp_path, PYTHONPATH=str(REPO / "src"))
-    assert told.returncode == 0, told.stderr
-    two, one, inline = told.stdout.splitlines()
-    assert two == one == inline
-    assert len(set(two.strip("[]").split(", "))) == min(65 - first, 64)
 
 
 WHO_IMPORTS = """
