@@ -1,4 +1,4 @@
-"""Copies environment variables, working directory, import path and torch settings to a worker.
+"""Copies environment variables, folder, cores, import path and torch settings to a worker.
 
     parent: describe_environment() -> plain values --> worker: apply_environment(environment)
 
@@ -26,6 +26,7 @@ def describe_environment() -> dict[str, Any]:
         "environ": dict(os.environ),
         "folder": _folder(),
         "umask": _umask(),
+        "cores": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "path": import_path(),
         "argv": list(sys.argv),
         "authkey": bytes(multiprocessing.current_process().authkey),
@@ -72,6 +73,9 @@ def apply_environment(environment: dict[str, Any]) -> None:
             os.chdir(environment["folder"])
     if environment["umask"] is not None:
         os.umask(environment["umask"])
+    if environment["cores"] is not None and environment["cores"] != os.sched_getaffinity(0):
+        with suppress(OSError):  # a container has taken these cores away since
+            os.sched_setaffinity(0, environment["cores"])
     sys.path[:] = environment["path"]
     sys.argv[:] = environment["argv"]
     multiprocessing.current_process().authkey = environment["authkey"]

@@ -58,6 +58,22 @@ def test_the_present_folder_reaches_new_workers(
 
 
 @legacy
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a system without affinity")
+@pytest.mark.parametrize("way", PROCESS_WAYS)
+def test_the_cores_of_this_process_are_those_of_new_workers(way: str) -> None:
+    def cores(index: int) -> list[int]:
+        return sorted(os.sched_getaffinity(0))
+
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        assert first(Samples(cores), **WAYS[way]) == [max(before)]
+    finally:
+        os.sched_setaffinity(0, before)
+    assert first(Samples(cores), **WAYS[way]) == sorted(before)
+
+
+@legacy
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not show the umask")
 def test_the_umask_reaches_new_workers() -> None:
     def umask(index: int) -> int:
