@@ -21,7 +21,7 @@ _MAX_STAGES = 1000
 def stream_state_of(dataset: Any) -> Any:
     """Return a copy of the dataset's state. None if it has none, or only an inexact one.
 
-    A base class often has a ``state_dict()`` that only raises NotImplementedError. It counts as none.
+    The ``state_dict()`` of a base class often only raises NotImplementedError. It is ignored.
 
     Raises:
         BadState: ``state_dict()`` raises an exception, or its result cannot be copied.
