@@ -123,8 +123,8 @@ This time is coarse, because a window of a second or two has few batches. A rati
 that Penstock is better. Settings are those that the documentation of each library recommends, as
 far as we know. Libraries without their own decoder use the fastest hand-written combination,
 simplejpeg and OpenCV, and the consumer converts bytes to floats. *Antialiased* means the triangle
-filter of Pillow and torchvision for Penstock, PyTorch's recipes and DALI. For FFCV and the hand-
-written code it means OpenCV's area filter. A difference of less than 10% may be chance.
+filter of Pillow and torchvision for Penstock, PyTorch's recipes and DALI. For FFCV and the
+hand-written code it means OpenCV's area filter. A difference of less than 10% may be chance.
 Only PyTorch and Penstock also run with 0 workers. Penstock's packed tensors are read without any.
 With 8 workers, the conversion to floats in the consumer limits the libraries that need it. A
 program that trains on a GPU converts there instead.
