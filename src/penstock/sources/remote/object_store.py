@@ -233,7 +233,9 @@ class ObjectStore:
                 "network",
                 f"{self.url}/{name} does not exist",
                 "the set was deleted or is not complete, or the address is wrong.",
-                f"penstock pack SOURCE FOLDER, and copy the folder to {self.url}",
+                f"penstock pack SOURCE {self.url}"
+                if not self.url.startswith("http")
+                else f"penstock pack SOURCE FOLDER, and copy the folder to {self.url}",
             )
         if any(words in str(error) for words in _WITHOUT_RANGES):
             return FetchFailed(

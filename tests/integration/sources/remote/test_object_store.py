@@ -191,8 +191,9 @@ def test_a_bucket_that_does_not_exist_is_named(s3: S3Place, packed: Path, tmp_pa
     ):
         with pytest.raises(StorageFailed, match=r"bucket of s3://no-such-bucket.* does not exist"):
             read()
-    with pytest.raises(StorageFailed, match=r"manifest\.json does not exist"):
+    with pytest.raises(StorageFailed, match=r"manifest\.json does not exist") as caught:
         penstock.Packed(s3.url, cache_folder=tmp_path)
+    assert f"penstock pack SOURCE {s3.url}" in str(caught.value)
 
 
 def test_missing_credentials_are_named_without_long_silence(
