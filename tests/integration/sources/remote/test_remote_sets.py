@@ -26,6 +26,7 @@ from penstock.sources.remote import downloader_start, epoch_follower
 from penstock.sources.remote.block_layout import BLOCK_BYTES
 from penstock.sources.remote.remote_rows import RemoteRows
 from support.packed_sets import flip
+from support.ports import free_port
 from support.range_server import Fault, RangeServer
 from support.remote_sets import (
     NUM_SAMPLES,
@@ -36,7 +37,6 @@ from support.remote_sets import (
     needs_obstore,
     table_of,
 )
-from support.s3_servers import free_port
 
 pytestmark = [pytest.mark.remote, needs_obstore]
 BATCH = 32
