@@ -191,6 +191,8 @@ def check_device(name: str, device: Any) -> Any:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         problem = f"{name}={device!r}: {str(error).strip().splitlines()[0]}"
+        if not isinstance(device, (str, int)):
+            problem = f"{name}={device!r} is of type {type(device).__name__}, not a device"
         if isinstance(device, str) and "device type at start of device string" in problem:
             problem = f"{name}={device!r} is not a device of torch. Did you mean 'cuda'?"
         raise NoSuchDevice(

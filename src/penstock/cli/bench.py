@@ -19,7 +19,7 @@ from penstock.cli import bench_report
 from penstock.cli.bench_dataset import open_dataset
 from penstock.cli.bench_measurement import measure
 from penstock.cli.parser import CommandParser, number, worker_counts
-from penstock.errors import BadArgument
+from penstock.errors import BadArgument, BadTarget
 from penstock.machine.collect import machine
 
 MAX_WORKERS = 1024
@@ -67,13 +67,19 @@ def execute(options: argparse.Namespace) -> None:
         Progress(*columns, console=console, transient=True) as progress,
     ):
         task = progress.add_task("", total=len(workers) + 2)
-        result = measure(
-            source,
-            batch_size=options.batch_size or source.batch_size,
-            workers=workers,
-            seconds=options.seconds,
-            tell=lambda step: progress.update(task, description=step, advance=1),
-        )
+        try:
+            result = measure(
+                source,
+                batch_size=options.batch_size or source.batch_size,
+                workers=workers,
+                seconds=options.seconds,
+                tell=lambda step: progress.update(task, description=step, advance=1),
+            )
+        except SystemExit as ended:
+            raise BadTarget(
+                f"a sample ended the program with exit code {ended.code}",
+                remedy=f"penstock doctor {source.name}, which names the sample",
+            ) from None
     bench_report.print_result(console, result)
     facts: dict[str, Any] = {"cpu": here.cpu_model, "cores": here.usable_cores, "os": here.os}
     for path in options.out:

@@ -101,9 +101,10 @@ def _from_script(target: str, arguments: Sequence[str]) -> BenchDataset:
             batch_size=getattr(value, "batch_size", None) or BATCH_SIZE,
             collate_fn=getattr(value, "collate_fn", None),
         )
-    if not has_samples or not hasattr(type(value), "__len__"):
+    missing = [name for name in ("__getitem__", "__len__") if not hasattr(type(value), name)]
+    if missing:
         raise BadTarget(
-            f"{target} is a {type(value).__name__}, which has no __getitem__ and __len__",
+            f"{target} is of type {type(value).__name__}, which has no {' and '.join(missing)}",
             remedy="penstock bench train.py:dataset",
         )
     return BenchDataset(name=target, dataset=value)

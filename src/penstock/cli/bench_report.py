@@ -17,7 +17,7 @@ from penstock.cli.bench_measurement import BenchResult, WorkersRate
 from penstock.planning.quantities import count
 
 _SCOPE = (
-    "This is the fastest setting for endless epochs without a training step. The plan of "
+    "This is the fastest of these settings for endless epochs without a training step. The plan of "
     'num_workers="auto" also counts your step, the length of an epoch and the start of workers.'
 )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli import INTERRUPTED
 from penstock.cli.parser import CommandParser, add_loader_options, number, one_of
 from penstock.cli.script_loading import load_dataset
+from penstock.cli.sections import escape_unprintable
 from penstock.cli.user_code import last_line, place_of
 from penstock.engine.loading.sample_path import find_path
 from penstock.errors import BadImage, BadTarget, CannotPack, PenstockError
@@ -65,10 +66,17 @@ def execute(options: argparse.Namespace) -> None:
     """Pack the dataset and print a summary."""
     from penstock.packing import pack
 
+    escape_unprintable()
+
     if "://" in options.source or os.path.exists(os.path.join(options.source, "manifest.json")):
         _copy(options.source, options.target)
         return
     typed = sys.argv[1:]  # before a script replaces it
+    if os.path.isdir(options.source) and options.arguments:
+        raise BadTarget(
+            f"{options.source!r} is a folder, so no script takes {shlex.join(options.arguments)!r}",
+            remedy=shlex.join(["penstock", "pack", options.source, options.target]),
+        )
     dataset = _find_dataset(options.source, options.arguments)
     fields = _image_fields(dataset, options)
     keywords: dict[str, Any] = {}
@@ -90,6 +98,11 @@ def execute(options: argparse.Namespace) -> None:
         command = shlex.join(["penstock", *typed])
         print(f"Interrupted. Run the same command to continue: {command}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        raise BadTarget(
+            f"a sample ended the program with exit code {ended.code}",
+            remedy=f"penstock doctor {options.source}, which names the sample",
+        ) from None
     except Exception as error:
         raise _explained(error, typed) from None
     _print(packed, options.target, dataset)

@@ -274,7 +274,9 @@ def _reader(option: Option) -> Callable[[str], Any]:
         try:
             return option.check(option.flag, value)
         except BadArgument as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            value = re.search(r"=(?:'([^']+)'|([\w.]+))", error.remedy or "")
+            remedy = f"\n  Try: {option.flag} {value[1] or value[2]}" if value else ""
+            raise argparse.ArgumentTypeError(f"[{error.code}] {error.what}{remedy}") from None
 
     return read
 

@@ -185,9 +185,8 @@ def make_dataset(value: Any, target: ScriptObject) -> Any:
         what = f"{target.name}() raised {describe_error(error)}"
         raise ScriptFailed("making", what, where=place_of(error)) from error
     if isinstance(made, (tuple, types.GeneratorType)) or not _is_usable(made) or callable(made):
-        raise ScriptFailed(
-            "making", f"{target.name}() returned a {type(made).__name__}, not a dataset"
-        )
+        kind = "None" if made is None else f"an object of type {type(made).__name__}"
+        raise ScriptFailed("making", f"{target.name}() returned {kind}, not a dataset")
     return made
 
 

@@ -119,7 +119,8 @@ def check_loader(results: CheckResults, options: dict[str, Any], deadline: float
             tell=lambda setting: results.doing(f"running {target.name}: {setting}"),
         )
     except BadArgument as error:
-        raise ScriptFailed("name", f"{target.name}: {error.what}") from error
+        what = error.what.replace("make_loader", f"{target.name}()", 1)
+        raise ScriptFailed("name", what, cure=error.remedy or "") from error
     results.save(verdict=verdict.to_dict())
 
 
@@ -137,6 +138,9 @@ def _as_factory(value: Any, target: ScriptObject) -> Any:
     def make(*arguments: Any, **keywords: Any) -> Any:
         made = value(*arguments, **keywords)
         _refuse_dataset(made, f"the result of {target.name}()", target)
+        if not hasattr(type(made), "__iter__"):
+            kind = "None" if made is None else type(made).__name__
+            raise ScriptFailed("name", f"{target.name}() returned {kind}, not a loader")
         return made
 
     return make

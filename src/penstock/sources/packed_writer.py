@@ -574,7 +574,8 @@ def _explain_os_errors(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if getattr(error, "code", None):  # one of our errors, from here or from the source
+        is_ours = bool(getattr(error, "code", None))
+        if is_ours or getattr(error, "sample_index", None) is not None:  # raised by a sample
             raise
         is_full = error.errno in _FULL
         again = "repeat the call (finished shards are kept)"

@@ -426,8 +426,7 @@ class _CauseSearch:
     def _judge(self, num_workers: int) -> tuple[bool, str]:
         """Return whether this number of workers may help, and a sentence about it."""
         if self._is_auto():
-            count = self.run.num_workers
-            return False, f' num_workers="auto" chose {count} workers; loader.plan says why.'
+            return False, ' num_workers="auto" chooses the number; loader.plan says which, and why.'
         rate, now = self.predict(num_workers), self.run.rate
         if rate is None:
             return True, ""

@@ -30,8 +30,8 @@ from penstock.verify.verdict import Cause, Difference, Row, Verdict, describe_er
 
 WORKERS = (0, 1, 2, 5)
 _NO_WORKERS = (
-    "make_loader does not accept num_workers, so the loader was run only as given. "
-    "Use def make_loader(num_workers=0) to compare more settings."
+    "The loader was run only as given, because it does not accept num_workers. "
+    "A function def make_loader(num_workers=0) lets more settings be compared."
 )
 
 
@@ -162,7 +162,7 @@ class _Comparison:
     def _not_offered(self, setting: Setting) -> str:
         missing = sorted(name for name in setting.needed if not self._takes(name))
         if missing:
-            return f"make_loader does not accept {', '.join(missing)}"
+            return f"the loader does not accept {', '.join(missing)}"
         loader = self._loader
         if setting.arguments.get("multiprocessing_context") == "spawn":
             return reason_not_to_spawn(loader)

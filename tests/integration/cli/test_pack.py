@@ -100,6 +100,41 @@ def test_a_sample_that_is_none_is_named_with_the_command_that_leaves_it_out(
     assert "sample 31 is bad: CannotPack: dataset[31] returned None" in left_out.output
 
 
+BROKEN = """
+import sys
+
+class Broken:
+    def __init__(self, fail): self.fail = fail
+    def __len__(self): return 50
+    def __getitem__(self, i): return self.fail() if i == 31 else i
+
+def read():
+    raise OSError("image file is truncated")
+
+unreadable = Broken(read)
+ending = Broken(lambda: sys.exit(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unreadable", "sample 31 cannot be loaded: OSError: image file is truncated"),
+        ("ending", "a sample ended the program with exit code 4"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_sample_that_cannot_be_read_is_not_taken_for_the_folder(
+    workers: str, name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data.py").write_text(BROKEN)
+    result = run(tmp_path, f"data.py:{name}", "out", "--workers", workers)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Try: penstock " in result.stderr
+    assert "cannot be written" not in result.stderr
+
+
 SLOW = """
 import time
 
@@ -205,6 +240,7 @@ def test_without_a_decoder_the_line_that_installs_one_is_given(
         (("nowhere", "out"), "neither a folder nor SCRIPT.py:DATASET"),
         (("nosuch_module:x", "out"), "cannot be found"),
         (("empty", "out"), "has no class subfolders"),
+        (("empty", "out", "more"), "'empty' is a folder, so no script takes 'more'"),
         (("data.py", "out"), "Try: penstock pack data.py:dataset packed/"),
         (("data.py:dataset", "out", "--quality", "90"), "require a folder of images"),
         (("data.py:dataset", "out", "--on", "mars"), "must be one of here, ray"),

@@ -43,6 +43,8 @@ def raises(num_workers=0):
     raise KeyError("no such folder")
 def needs(folder):
     return folder
+def gives_none():
+    pass
 def parsed(num_workers=0):
     import sys
     print("to stderr", sys.argv[1:], file=sys.stderr)
@@ -62,6 +64,7 @@ CASES: dict[str, list[str]] = {
     "a dataset": ["train.py:dataset"],
     "a maker of datasets": ["train.py:make_dataset"],
     "needs": ["train.py:needs"],
+    "gives none": ["train.py:gives_none"],
     "no such name": ["train.py:make_loder"],
     "no such script": ["no.py:make_loader"],
     "bad workers": ["train.py:make_loader", "--workers", "two"],
@@ -149,7 +152,8 @@ def test_all_processes_get_the_arguments_of_the_script(found: dict[str, Any]) ->
     [
         ("a dataset", "dataset is a dataset"),
         ("a maker of datasets", "the result of make_dataset() is a dataset"),
-        ("needs", "requires folder"),
+        ("needs", "needs() requires folder, which is not passed Try: def make_loader("),
+        ("gives none", "gives_none() returned None, not a loader"),
         ("no such name", "penstock verify train.py:make_loader"),
         ("no such script", "cannot be read"),
         ("bad workers", "not a list of numbers"),

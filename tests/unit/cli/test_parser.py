@@ -110,7 +110,9 @@ def test_arguments_of_the_script_are_not_missing(capsys: pytest.CaptureFixture[s
         ("-mpackage", "Error: "),  # argparse's text depends on its version
         ("--max-restarts -1 train.py", "--max-restarts=-1 must be at least 0"),
         ("--max-bad nan train.py", "--max-bad=nan must be a count"),
-        ("--on-error ignore train.py", "--on-error='ignore'"),
+        ("--on-error ignore train.py", "'raise', 'skip', 'replace'\n  Try: --on-error skip\n"),
+        ("--sample-timeout-s 0 train.py", "Try: --sample-timeout-s 60\n"),
+        ("--max-bad -1 train.py", "Try: --max-bad 100\n"),
         ("--on-error replce train.py", "--on-error='replce'"),
         ("--start-method thread train.py", "--start-method='thread'"),
         ("-m", "Missing argument: SCRIPT"),

@@ -26,7 +26,7 @@ from penstock.engine.loading.default_collate import is_default_collate
 from penstock.engine.loading.fetch import expected_in_flight, in_flight_of
 from penstock.engine.loading.gather import is_sliced
 from penstock.engine.pickling.pickler import PickledObjects
-from penstock.errors import CannotTravel
+from penstock.errors import CannotTravel, PenstockError
 from penstock.loader import DataLoader
 from penstock.machine.collect import machine
 from penstock.planning.decisions import make_plan
@@ -239,6 +239,9 @@ class DatasetCheck:
             batch = next(iterator)
         except Exception as error:
             note = {"is_ok": False, "what": _first_lines(error), "where": place_of(error)}
+            if isinstance(error, PenstockError):
+                note |= {"what": " ".join(error.what.split()), "cure": error.remedy}
+            note["fails_alone"] = self._fails_alone(arguments)
             self.results.save(batch=note)
             return
         self.results.save(
@@ -250,6 +253,15 @@ class DatasetCheck:
             }
         )
         iterator._shutdown_workers()
+
+    def _fails_alone(self, arguments: dict[str, Any]) -> bool:
+        """Return whether the batch cannot be loaded without workers either."""
+        self.results.doing("loading the same batch without workers")
+        try:
+            next(iter(DataLoader(self.dataset, **{**arguments, "timeout": 0})))
+        except Exception:
+            return True
+        return False
 
     def _save_plan(self, samples: SampleCheck, length: int | None) -> None:
         self.results.doing("making the plan")

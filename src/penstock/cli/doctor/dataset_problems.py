@@ -218,7 +218,18 @@ def _check_forms(results: DatasetResults) -> Iterator[Problem]:
 
 def _check_batch(results: DatasetResults) -> Iterator[Problem]:
     batch = results.get("batch")
-    if batch and not batch["is_ok"] and len(results.get("forms", ())) < 2:
+    if not batch or batch["is_ok"] or len(results.get("forms", ())) >= 2:
+        return
+    if batch.get("fails_alone"):
+        yield Problem(
+            code="batch-fails",
+            severity="harm",
+            what=f"loading a batch failed: {batch['what']}",
+            why="the samples load one by one, but they do not make a batch",
+            cure=batch.get("cure") or "DataLoader(..., collate_fn=list)  # lists of samples",
+            where=batch["where"],
+        )
+    else:
         yield Problem(
             code="batch-fails",
             severity="harm",

@@ -56,7 +56,7 @@ def _describe_unstackable(
     value: Any, path: str, indices: list[Any], place: int, error: BaseException
 ) -> MismatchedSamples:
     kind = type(value)
-    what = "None" if value is None else f"a {kind.__name__}"
+    what = "None" if value is None else f"an object of type {kind.__name__}"
     remedy = "return tensors, numbers or strings, or pass a collate_fn: "
     remedy += "DataLoader(..., collate_fn=list)"
     if value is None:
@@ -138,7 +138,7 @@ def _describe(value: Any) -> str:
     if shape is not None:
         return f"{type(value).__name__} {probe(value, 'dtype', '')} of shape {tuple(shape)}"
     if isinstance(value, Mapping):
-        return f"{type(value).__name__} with keys {sorted(map(repr, value))}"
+        return f"{type(value).__name__} with keys {', '.join(sorted(map(repr, value)))}"
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return f"{type(value).__name__} of length {len(value)}"
     return type(value).__name__

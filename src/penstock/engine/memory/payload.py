@@ -12,7 +12,6 @@ uses it to find its own class.
 
 from __future__ import annotations
 
-import copyreg
 import ctypes
 import io
 import pickle
@@ -74,7 +73,7 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is not None:
             return reduced
         if _lost_its_slots(obj):
-            return copyreg.__newobj__, (type(obj),), (None, vars(obj))  # type: ignore[attr-defined]
+            return _with_slots(obj)
         return super().reducer_override(obj)
 
 
@@ -83,14 +82,22 @@ def _lost_its_slots(obj: Any) -> bool:
 
     The parent's own class has no dict.
     """
-    kind = type(obj)
+    kind: Any = type(obj)
     return (
         "__slots__" in vars(kind)
         and "__setstate__" not in vars(kind)
         and "__dict__" not in vars(kind)["__slots__"]
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
         and hasattr(obj, "__dict__")
         and kind in cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
     )
+
+
+def _with_slots(obj: Any) -> Any:
+    """Reduce an object whose values are in a dict here, and in slots in the parent."""
+    function, arguments, _, *items = obj.__reduce_ex__(4)
+    return function, arguments, (None, vars(obj)) if vars(obj) else None, *items
 
 
 def remember_parent_classes() -> None:

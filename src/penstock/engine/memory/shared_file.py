@@ -209,16 +209,18 @@ class SharedFile:
 
 
 def explained(error: OSError) -> OSError:
-    """Return the same error with a remedy added to its message.
+    """Return the same error with a remedy added to its message, if the system raised it.
 
     Example:
         >>> print(explained(OSError(errno.EMFILE, "Too many open files")))
         [Errno 24] Too many open files. Try: ulimit -n 4096
     """
+    if error.errno is None:  # raised by a signal handler, such as a TimeoutError
+        return error
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         why += f" in {_temporary_folder()}, which holds shared memory because there is no memfd"
-    remedy = _REMEDIES.get(error.errno or 0, "TMPDIR=/path/with/free/space")
+    remedy = _REMEDIES.get(error.errno, "TMPDIR=/path/with/free/space")
     return OSError(error.errno, f"{why}. Try: {remedy}")
 
 

@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.memory.control_socket import ControlSocket
@@ -120,6 +120,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._control = ControlSocket(ours)
         self._without = without
+        self._streams = _identify_streams()
         self._lock = threading.RLock()
         self._exit_codes: dict[int, int] = {}
         self.is_lost = self.was_killed = self.was_killed_from_outside = False
@@ -184,14 +185,19 @@ class ForkServer:
         )
         environment = assignment.environment
         body = (modules, environment["path"], pickle.dumps(assignment, protocol=5))
-        with self._lock:
+        with self._lock, self._ending_if_cut():
             self._await_ready()
+            streams = _identify_streams()
+            has_moved = None not in streams and streams != self._streams
             try:
-                self._control.send(("fork", body), fds)
+                self._control.send(
+                    ("fork", (has_moved, *body)), [*fds, *((1, 2) if has_moved else ())]
+                )
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
-                    raise
+                if error.errno in (None, errno.EMFILE, errno.ETOOMANYREFS):
+                    raise  # None: a signal handler raised it
                 self._lose(str(error))
+            self._streams = streams if has_moved else self._streams
             kind, value = self._answer({"forked", "tainted", "stale", "refused"}, ANSWER_LIMIT_S)
             if kind == "refused":
                 raise StartFailed(
@@ -210,10 +216,14 @@ class ForkServer:
         See :meth:`is_warm`.
         """
         modules = tuple(module for module in modules if module[0] not in self._without)
-        with self._lock:
+        with self._lock, self._ending_if_cut():
             self._num_preparing += 1
-            with suppress(OSError):  # it is gone; the first fork raises the error
+            try:
                 self._control.send(("import", (modules, path)))
+            except OSError as error:
+                if error.errno is None:  # raised by a signal handler
+                    raise
+                # It is gone. The first fork raises the error.
 
     def is_warm(self) -> bool:
         """Return True if a fork would be answered immediately. Also true for a lost fork server."""
@@ -298,10 +308,27 @@ class ForkServer:
             except StartFailed:
                 return
 
+    @contextmanager
+    def _ending_if_cut(self) -> Iterator[None]:
+        """End the fork server if a signal handler raises, for example in the middle of a message.
+
+        Its next answer would belong to the request that was cut off.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, StartFailed) and getattr(error, "errno", None) is None:
+                self.is_lost = True
+                self._control.hang_up()
+            raise
+
     def _receive(self) -> tuple[Any, ...]:
         try:
-            received = self._control.receive()
-        except (OSError, EOFError):
+            with self._ending_if_cut():
+                received = self._control.receive()
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno is None:
+                raise
             received = None
         if received is None:
             self._lose("the connection was closed")
@@ -340,6 +367,19 @@ class ForkServer:
             likely=likely,
             remedy=f'{sys.executable} -c "import torch", or DataLoader(..., pool="thread")',
         )
+
+
+def _identify_streams() -> list[tuple[int, int] | None]:
+    """Return what tells the files behind stdout and stderr from others. None: it is closed."""
+    found: list[tuple[int, int] | None] = []
+    for fd in (1, 2):
+        try:
+            status = os.fstat(fd)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_dev, status.st_ino))
+    return found
 
 
 def _import_common_modules() -> None:

@@ -29,6 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "path": import_path(),
         "argv": list(sys.argv),
+        "recursion_limit": sys.getrecursionlimit(),
         "authkey": bytes(multiprocessing.current_process().authkey),
         "parent_pid": os.getpid(),
         "default_dtype": str(torch.get_default_dtype()) if torch else None,
@@ -63,6 +64,14 @@ def import_path() -> list[str]:
     return [entry or folder for entry in sys.path]
 
 
+def count_frames() -> int:
+    """Return the depth of the stack. A fork of the user's process keeps the frames of its code."""
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 def apply_environment(environment: dict[str, Any]) -> None:
     """Apply the parent's environment. Called by a worker before it unpickles its objects."""
     if os.environ != environment["environ"]:
@@ -78,6 +87,7 @@ def apply_environment(environment: dict[str, Any]) -> None:
             os.sched_setaffinity(0, environment["cores"])
     sys.path[:] = environment["path"]
     sys.argv[:] = environment["argv"]
+    sys.setrecursionlimit(environment["recursion_limit"] + count_frames())
     multiprocessing.current_process().authkey = environment["authkey"]
     import torch
 

@@ -24,8 +24,10 @@ _LIKELY_FORK_CONTEXT = (
 
 def explain(
     objects: dict[str, Any], error: BaseException, dump: Callable[[Any], None]
-) -> CannotTravel:
+) -> BaseException:
     """Return the error to raise for ``objects``, which failed to pickle with ``error``.
+
+    That is ``error`` itself if all of them can be pickled now: a signal handler has raised it.
 
     Args:
         dump: Pickles one object. Raises on failure.
@@ -42,7 +44,10 @@ def explain(
             remedy=_remedy(own_path, part if is_own else None, str(reason)),
             path=path,
         )
-    return CannotTravel(f"the dataset could not be pickled: {error}", path="dataset")
+    reason = _failure(objects, dump)
+    if reason is None:
+        return error
+    return CannotTravel(f"the dataset could not be pickled: {reason}", path="dataset")
 
 
 def _failure(value: Any, dump: Callable[[Any], None]) -> BaseException | None:

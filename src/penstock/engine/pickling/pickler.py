@@ -12,6 +12,7 @@ cannot be pickled names the attribute.
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import pickle
@@ -138,6 +139,10 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return getattr, (random, "_inst")  # the worker's own generator, not a copy
         if kind.__name__ == "RandomState" and obj is np.random.mtrand._rand:
             return getattr, (np.random.mtrand, "_rand")
+        if issubclass(kind, ModuleType) and kind is not ModuleType:
+            reduced = _reduce_module(obj)
+            if reduced is not None and obj.__name__ not in self.by_value.names:
+                return reduced
         torch = sys.modules.get("torch")
         if torch is not None and issubclass(kind, torch.Tensor):
             reduced = _reduce_tensor(obj)
@@ -191,6 +196,16 @@ class DatasetPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name not in self.modules:
             self.modules.add(name)
             self.by_value.check(name)
+
+
+def _reduce_module(module: ModuleType) -> Any:
+    """Reduce a module of a class of its own, such as ``torch.backends.cudnn``, by its name."""
+    name = module.__name__
+    if sys.modules.get(name) is module:
+        return importlib.import_module, (name,)
+    package, _, last = name.rpartition(".")  # torch.ops is only an attribute of torch
+    parent = sys.modules.get(package)
+    return (getattr, (parent, last)) if getattr(parent, last, None) is module else None
 
 
 def _is_unshared_storage(obj: Any) -> bool:
@@ -282,7 +297,8 @@ class PickledObjects:
         except Exception as error:
             from penstock.engine.pickling.error_path import explain
 
-            raise explain(objects, error, _dump_and_discard) from error
+            explained = explain(objects, error, _dump_and_discard)
+            raise explained from (None if explained is error else error)
         self._process = pickler.process
         self.notes = pickler.handles.notes
         self._large_tensors = pickler.large_tensors

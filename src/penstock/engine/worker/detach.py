@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import torch
 
+from penstock.engine.pickling.environment import count_frames
 from penstock.machine.host import is_library_file
 from penstock.machine.native_threads import limit_openmp
 
@@ -61,7 +62,10 @@ def _drop_descriptors(control_fd: int) -> None:
                     continue
             except OSError:
                 continue  # the listing itself
-            os.dup2(nothing, fd, inheritable=False)
+            try:
+                os.dup2(nothing, fd, inheritable=False)
+            except OSError:  # its number is above the limit on open files
+                os.close(fd)
     os.close(nothing)
     no_input = os.open(os.devnull, os.O_RDONLY)
     os.dup2(no_input, 0)
@@ -84,10 +88,7 @@ def _reset_hooks() -> None:
     _kept.extend((sys.excepthook, sys.unraisablehook, threading.excepthook))
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
-    depth, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        depth, frame = depth + 1, frame.f_back
-    sys.setrecursionlimit(sys.getrecursionlimit() + depth)  # the frames of the user's process stay
+    sys.setrecursionlimit(sys.getrecursionlimit() + count_frames())  # those of the user stay
 
 
 def _replace_streams() -> None:

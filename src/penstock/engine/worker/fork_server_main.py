@@ -150,7 +150,12 @@ def _serve_request(control: Any, children: set[int], wake: tuple[int, int]) -> b
             _import_all(*body)
         control.send(("imported", os.getpid()))
         return True
-    modules, path, payload = body
+    has_moved, modules, path, payload = body
+    if has_moved:  # the user has redirected stdout or stderr since
+        for stream in (2, 1):
+            fd = fds.pop()
+            os.dup2(fd, stream)
+            os.close(fd)
     with _ending_with_parent(control):
         answer, pid = _import_all(modules, path), 0
     fork_server = os.getpid()

@@ -466,3 +466,53 @@ def test_nor_where_its_parent_is_killed(
             os.kill(child, 0)  # control: the child is alive
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+class Alarm(Exception):
+    """What a handler of SIGALRM raises."""
+
+
+class Alarming(Numbers):
+    """Raises once, while it is pickled, as a signal handler does."""
+
+    error: Exception | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return vars(self)
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, Alarm])
+def test_an_exception_of_a_signal_handler_while_objects_are_pickled_is_raised_unchanged(
+    kind: type[Exception],
+) -> None:
+    dataset = Alarming(8)
+    dataset.error = kind("time is up")
+    with pytest.raises(kind, match=r"^time is up$"):
+        list(DataLoader(dataset, num_workers=1))
+    assert len(list(DataLoader(dataset, num_workers=1))) == 8
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, Alarm])
+@pytest.mark.parametrize("name", ["_read", "is_readable", "send"])
+def test_a_fork_server_whose_messages_a_signal_handler_cut_is_replaced(
+    name: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load()
+    whole, errors = getattr(ControlSocket, name), [kind("time is up")]
+
+    def cut(control: ControlSocket, *arguments: Any) -> Any:
+        found = whole(control, *arguments)
+        if errors and threading.current_thread() is threading.main_thread():
+            raise errors.pop()
+        return found
+
+    server = fork_servers._current
+    with monkeypatch.context() as patch:
+        patch.setattr(ControlSocket, name, cut)
+        with pytest.raises(kind, match=r"^time is up$"):
+            load()
+    assert load() == expected
+    assert fork_servers._current is not server

@@ -365,3 +365,19 @@ assert len([*penstock.DataLoader(range(8), batch_size=4, num_workers=2)]) == 2
 fork_server.close_fork_server()
 print("interrupted" if num_interrupted else "never interrupted")
 """
+
+
+LIMITED = """
+import os, resource
+from penstock import DataLoader
+
+os.dup2(0, 100, inheritable=True)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+loader = DataLoader(range(16), 8, num_workers=2)
+print(len(list(loader)), "a copy of this process" in str(loader.plan))
+"""
+
+
+def test_descriptors_above_the_limit_are_closed(tmp_path: Path) -> None:
+    done = scripts.run(LIMITED, tmp_path)
+    assert (done.stdout, done.stderr) == ("2 True\n", "")

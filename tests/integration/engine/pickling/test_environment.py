@@ -17,6 +17,7 @@ import torch
 
 from penstock import DataLoader
 from penstock.errors import CannotTravel
+from support import scripts
 from support.datasets import PROCESS_WAYS, WAYS, Numbers, Samples, Whereabouts, collect
 
 legacy = pytest.mark.legacy
@@ -97,6 +98,48 @@ def test_a_present_folder_that_was_deleted_stops_nothing(
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert first(Numbers(2))[1] == 0
+
+
+REDIRECTED = """
+import os, sys, threading
+if "fresh" in sys.argv:  # a process with threads is not forked
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+sys.setrecursionlimit(6000)
+from penstock import DataLoader
+
+class Data:
+    def __len__(self): return 2
+    def __getitem__(self, i):
+        def count(depth): return depth and 1 + count(depth - 1)
+        print("sample", count(1500) - 1500 + i)
+        return i
+
+def load():
+    list(DataLoader(Data(), 2, num_workers=1))
+
+load()
+old, file = os.dup(1), os.open("output.txt", os.O_CREAT | os.O_WRONLY)
+os.dup2(file, 1)
+load()
+os.dup2(old, 1)
+load()
+sys.setrecursionlimit(1000)
+try:
+    load()
+except RecursionError:
+    print("too deep")
+"""
+
+
+@legacy
+@pytest.mark.parametrize("kind", ["fork", "fresh"])
+def test_redirected_output_and_the_recursion_limit_reach_new_workers(
+    kind: str, tmp_path: Path
+) -> None:
+    done = scripts.run(REDIRECTED, tmp_path, kind)
+    written = ["sample 0", "sample 1"]
+    assert done.stdout.splitlines() == [*written, *written, "too deep"], done.stderr
+    assert (tmp_path / "output.txt").read_text().splitlines() == written
 
 
 @legacy

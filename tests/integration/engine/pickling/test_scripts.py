@@ -209,3 +209,51 @@ def test_exit_code_and_output_are_the_program_s_own_and_come_once(results: dict[
     words = "parent [100, 101] [102, 103] sample 0 sample 1 sample 2 sample 3"
     assert sorted(result.stdout.split()) == sorted(words.split())
     assert (result.returncode, result.stderr) == (5, "")
+
+
+OBJECTS = """
+import collections, sys
+import torch
+import torch.backends.cudnn as cudnn
+from penstock import DataLoader
+
+Pair = collections.namedtuple("Pair", "x y")
+
+class Counted(dict):
+    __slots__ = ("count",)
+
+class Slotted:
+    __slots__ = ("x", "y")
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        torch.backends.mkldnn.enabled
+        counted, slotted = Counted(i=i), Slotted()
+        counted.count, slotted.x = i, i
+        return Pair(i, [Pair(i, counted)]), slotted
+
+def init(worker):
+    torch.backends.cudnn.deterministic = True
+    cudnn.benchmark = False
+    assert torch.backends.cudnn.deterministic and torch.ops.aten.add
+
+method = sys.argv[1] if sys.argv[1:] else None
+given = dict(collate_fn=list, worker_init_fn=init, multiprocessing_context=method)
+for batch in DataLoader(Data(), 2, num_workers=2, **given):
+    for pair, slotted in batch:
+        assert type(pair) is Pair and type(slotted) is Slotted
+        assert not hasattr(pair, "__dict__") and not hasattr(slotted, "y")
+        counted = pair.y[0].y
+        print(pair.x, slotted.x, type(counted) is Counted, counted, counted.count)
+"""
+
+
+@pytest.mark.legacy
+@pytest.mark.parametrize("method", [[], ["spawn"]])
+def test_named_tuples_and_slots_come_back_and_torch_s_own_modules_travel(
+    method: list[str], tmp_path: Path
+) -> None:
+    done = scripts.run(OBJECTS, tmp_path, *method)
+    lines = [f"{i} {i} True {{'i': {i}}} {i}" for i in range(4)]
+    assert done.stdout.splitlines() == lines, done.stderr

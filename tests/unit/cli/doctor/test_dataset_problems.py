@@ -108,6 +108,12 @@ def test_a_dataset_in_order_has_no_problem() -> None:
             {"batch": {"is_ok": False, "what": "boom", "where": None}},
         ),
         (
+            "batch-fails",
+            "harm",
+            "loading a batch failed: boom",
+            {"batch": {"is_ok": False, "what": "boom", "where": None, "fails_alone": True}},
+        ),
+        (
             "held-generator",
             "harm",
             "samples draw from it",

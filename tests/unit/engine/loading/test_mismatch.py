@@ -73,8 +73,13 @@ def test_handlers_of_torch_s_error_catch_it_and_see_torch_s_words() -> None:
         ([torch.zeros(1), None], "", 1, "dataset[101] returned None, which cannot be stacked"),
         ([None, None], "", 0, "dataset[100] returned None"),
         ([(1, {"box": [None]})], "[1]['box'][0]", 0, "returned None in field [1]['box'][0]"),
-        ([object(), object()], "", 0, "dataset[100] returned a object"),
-        ([{"a": 1, "b": 2}, {"b": {3}, "a": 1}], "['b']", 1, "returned a set in field ['b']"),
+        ([object(), object()], "", 0, "dataset[100] returned an object of type object"),
+        (
+            [{"a": 1, "b": 2}, {"b": {3}, "a": 1}],
+            "['b']",
+            1,
+            "returned an object of type set in field ['b']",
+        ),
         ([Record(torch.zeros(2), None)], ".label", 0, "returned None in field .label"),
     ],
 )
