@@ -157,6 +157,9 @@ def _remedy(path: str, part: Any, reason: str) -> str:
     line = None if part is None else remedy_for(part, path)
     if line is not None:
         return line
+    if path.endswith(">"):  # <global name>, <closure name> or <default name>
+        function = path.rpartition(".<")[0]
+        return f"create it inside {function}. DataLoader(..., pool='thread') needs no pickling."
     return (
         f"create it on first use in the worker: keep {path} = None in __init__ and set it in "
         "__getitem__, or exclude it in __getstate__. DataLoader(..., pool='thread') needs no "

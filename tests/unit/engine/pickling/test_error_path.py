@@ -141,6 +141,8 @@ def test_a_generator_is_named_with_its_own_way_out() -> None:
 def test_a_fault_in_another_object_goes_by_that_object_s_name() -> None:
     error = blame(closure_over(generator()), "collate_fn")
     assert error.path == "collate_fn.<closure value>"  # type: ignore[attr-defined]
+    error = blame(closure_over(memoryview(b"")), "collate_fn")
+    assert "Try: create it inside collate_fn. DataLoader(" in str(error)
 
 
 def test_existing_handlers_catch_it() -> None:
