@@ -6,6 +6,7 @@ import functools
 import io
 import multiprocessing
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_a_generator_is_named_with_its_own_way_out() -> None:
 def test_a_fault_in_another_object_goes_by_that_object_s_name() -> None:
     error = blame(closure_over(generator()), "collate_fn")
     assert error.path == "collate_fn.<closure value>"  # type: ignore[attr-defined]
-    error = blame(closure_over(memoryview(b"")), "collate_fn")
+    error = blame(closure_over(sys._getframe()), "collate_fn")
     assert "Try: create it inside collate_fn. DataLoader(" in str(error)
 
 
