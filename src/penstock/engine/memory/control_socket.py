@@ -51,10 +51,15 @@ class ControlSocket:
             self._socket.sendall(header)
         self._socket.sendall(body)
 
-    def receive(self) -> tuple[Any, list[int]] | None:
-        """Return the next message and its descriptors, or None if the peer has closed."""
+    def receive(self, *, waits: bool = True) -> tuple[Any, list[int]] | None:
+        """Return the next message and its descriptors, or None if the peer has closed.
+
+        Raises:
+            BlockingIOError: There is no message, and ``waits`` is False.
+        """
+        flags = 0 if waits else socket.MSG_DONTWAIT
         try:
-            header, fds, _, _ = socket.recv_fds(self._socket, _BODY_BYTES.size, _MAX_FDS)
+            header, fds, _, _ = socket.recv_fds(self._socket, _BODY_BYTES.size, _MAX_FDS, flags)
         except ConnectionResetError:
             return None
         if not header:

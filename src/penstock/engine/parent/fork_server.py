@@ -127,6 +127,9 @@ class ForkServer:
         self._owner = os.getpid()
         self._is_ready = False
         self._num_preparing = 0
+        self._is_receiving = False
+        self._answers: list[tuple[str, Any]] = []
+        """Messages that are neither reports nor taken by :meth:`_answer` yet."""
         try:
             # The forked process never leaves this frame, which keeps the arrays alive there.
             self._process = self._start(theirs.fileno())
@@ -229,8 +232,9 @@ class ForkServer:
         """Return True if a fork would be answered immediately. Also true for a lost fork server."""
         with self._lock:
             with suppress(StartFailed):
-                while not self.is_lost and self._control.is_readable(0.0):
-                    self._is_ready = self._receive()[0] == "ready" or self._is_ready
+                while self._can_read() and self._control.is_readable(0.0):
+                    self._receive()
+                self._is_ready = self._is_ready or any(one[0] == "ready" for one in self._answers)
             return self.is_lost or (self._is_ready and self._num_preparing == 0)
 
     def exit_code(self, pid: int, wait_s: float) -> int | None:
@@ -283,10 +287,12 @@ class ForkServer:
         limit = time.monotonic() + limit_s
         moved_s = time.monotonic()
         while time.monotonic() < limit:
+            found = next((one for one in self._answers if one[0] in kinds), None)
+            if found is not None:
+                self._answers.remove(found)
+                return found
             if self._control.is_readable(max(0.0, min(1.0, limit - time.monotonic()))):
-                message = self._receive()
-                if message[0] in kinds:
-                    return message[0], message[1]
+                self._receive()
             elif not self._is_stopped():
                 moved_s = time.monotonic()
             elif time.monotonic() - moved_s > STOPPED_LIMIT_S:
@@ -301,8 +307,12 @@ class ForkServer:
             return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
         return False
 
+    def _can_read(self) -> bool:
+        """Return False for a finalizer that runs in the middle of a message."""
+        return not (self.is_lost or self._is_receiving)
+
     def _read_reports(self) -> None:
-        while not self.is_lost and self._is_ready and self._control.is_readable(0.0):
+        while self._can_read() and self._is_ready and self._control.is_readable(0.0):
             try:
                 self._receive()
             except StartFailed:
@@ -322,23 +332,30 @@ class ForkServer:
                 self._control.hang_up()
             raise
 
-    def _receive(self) -> tuple[Any, ...]:
+    def _receive(self) -> None:
+        """Read a message. A finalizer of another loader, which can run here, may have read it."""
+        self._is_receiving = True
         try:
             with self._ending_if_cut():
-                received = self._control.receive()
+                received = self._control.receive(waits=False)
+        except BlockingIOError:
+            return
         except (OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno is None:
                 raise
             received = None
+        finally:
+            self._is_receiving = False
         if received is None:
             self._lose("the connection was closed")
         assert received is not None
-        message: tuple[Any, ...] = received[0]
-        if message[0] == "exit":
-            self._exit_codes[message[1]] = message[2]
-        elif message[0] == "imported":
+        kind, value, *code = received[0]
+        if kind == "exit":
+            self._exit_codes[value] = code[0]
+        elif kind == "imported":
             self._num_preparing -= 1
-        return message
+        else:
+            self._answers.append((kind, value))
 
     def _lose(self, why: str) -> None:
         global _why_never_fork

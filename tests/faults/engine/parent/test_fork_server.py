@@ -490,8 +490,9 @@ def test_an_exception_of_a_signal_handler_while_objects_are_pickled_is_raised_un
 ) -> None:
     dataset = Alarming(8)
     dataset.error = kind("time is up")
-    with pytest.raises(kind, match=r"^time is up$"):
+    with pytest.raises(kind) as info:
         list(DataLoader(dataset, num_workers=1))
+    assert info.value.args == ("time is up",)
     assert len(list(DataLoader(dataset, num_workers=1))) == 8
 
 
@@ -511,6 +512,7 @@ def test_a_signal_handler_that_raises_between_messages_does_not_harm_the_next_lo
 
     with monkeypatch.context() as patch:
         patch.setattr(ControlSocket, name, cut)
-        with pytest.raises(kind, match=r"^time is up$"):
+        with pytest.raises(kind) as info:
             load()
+    assert info.value.args == ("time is up",)
     assert load() == expected

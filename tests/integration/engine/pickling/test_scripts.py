@@ -249,7 +249,6 @@ for batch in DataLoader(Data(), 2, num_workers=2, **given):
 """
 
 
-@pytest.mark.legacy
 @pytest.mark.parametrize("method", [[], ["spawn"]])
 def test_named_tuples_and_slots_come_back_and_torch_s_own_modules_travel(
     method: list[str], tmp_path: Path
