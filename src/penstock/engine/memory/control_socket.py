@@ -55,7 +55,7 @@ class ControlSocket:
         """Return the next message and its descriptors, or None if the peer has closed.
 
         Raises:
-            BlockingIOError: There is no message, and ``waits`` is False.
+            BlockingIOError: No message has arrived. Only with ``waits=False``.
         """
         flags = 0 if waits else socket.MSG_DONTWAIT
         try:
