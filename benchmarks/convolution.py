@@ -160,6 +160,8 @@ def _layers(console: Console, type_name: str, options: argparse.Namespace) -> li
 def _request_kernels(layers: list[Layer], dtype: torch.dtype) -> None:
     """Compile the kernels of all layers at once. No layer is tuned or timed meanwhile."""
     tuning.in_background, tuning.CREDIT_S = True, 1e9
+    while triton_launch.is_available() and not kernel_compiler.is_set_up():
+        time.sleep(0.1)
     for layer in layers:
         problem = Problem(layer, "cuda", dtype, is_last=dtype != torch.float32)
         with bypass_convolutions("on", devices=("cuda",)):

@@ -4,9 +4,9 @@
 
     this process                                    the children, without torch and without a GPU
     capture(run): the kernels that run() needs
-    request(job)  -- JSON, in batches -->           compile into Triton's cache on disk
-    is_compiled(job)  <-- a line for each job --
-    run(): loads the kernels from the cache
+    request(job)  -- a line of JSON -->             compile into Triton's cache on disk
+    a thread loads the kernel  <-- a line --
+    is_compiled(job)
 
 Triton calls a hook before it compiles a kernel. The hook here takes the description that Triton
 makes of the kernel, and has Triton skip the launch. A child compiles from that description, for the
@@ -17,6 +17,7 @@ Tested by ``tests/gpu/conv/test_kernel_compiler_cuda.py``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -31,10 +32,14 @@ from penstock.machine.child_process import ChildProcess, end_with_parent, python
 Job = tuple[str, str, str]
 """Module and name of a kernel, and Triton's description of one of its versions."""
 
-MARK = "penstock-compiled:"
+MARK = "penstock-compiled"
+KERNEL_MODULES = [
+    f"penstock.conv.algorithms.{name}_kernels" for name in ("gemm", "winograd", "depthwise")
+]
 LIMIT_S = 120.0
 """Time limit for one kernel. A kernel that takes longer is compiled when it is first used."""
-MAX_BATCH = 8
+IDLE_S = 2.0
+"""How long a child waits for another kernel."""
 NUM_CHILDREN = max(1, min(8, (os.cpu_count() or 2) // 2))
 
 _waiting: queue.Queue[Job] = queue.Queue()
@@ -42,6 +47,36 @@ _states: dict[Job, bool] = {}
 """False until a child has compiled the kernel, or has failed to."""
 _num_threads = 0
 _lock = threading.Lock()
+_set_up: threading.Event | None = None
+
+
+def is_set_up() -> bool:
+    """Return True if Triton is ready for kernels. The first call prepares it in a thread.
+
+    Triton compiles its access to the driver with a C compiler, asks ``ptxas`` for its version, and
+    parses the kernels' sources. Together that takes longer than a training step.
+    """
+    global _set_up
+    if _set_up is None:
+        _set_up = threading.Event()
+        threading.Thread(target=_prepare, name="penstock-compiler", daemon=True).start()
+    return _set_up.is_set()
+
+
+def _prepare() -> None:
+    assert _set_up is not None
+    try:
+        _target()
+        for name in KERNEL_MODULES:
+            for value in vars(importlib.import_module(name)).values():
+                getattr(value, "cache_key", None)
+        merge: Any = importlib.import_module(KERNEL_MODULES[0]).merge_groups
+        tensors = [importlib.import_module("torch").float32] * 2
+        capture(lambda: merge.warmup(*tensors, *[1] * 10, BLOCK=16, grid=(1,)))
+    except Exception:
+        pass  # using a kernel tells why
+    finally:
+        _set_up.set()
 
 
 def capture(run: Callable[[], Any]) -> list[Job]:
@@ -107,34 +142,49 @@ def _target() -> list[Any]:
 
 
 def _serve(target: list[Any]) -> None:
-    """Compile what is waiting, in one child after the other. Runs in a thread."""
+    """Have children compile what is waiting, until nothing is for a while. Runs in a thread."""
     global _num_threads
     while True:
-        batch: list[Job] = []
-        with _lock:
-            share = max(1, _waiting.qsize() // NUM_CHILDREN)
-            while len(batch) < min(share, MAX_BATCH) and not _waiting.empty():
-                batch.append(_waiting.get_nowait())
-            if not batch:
-                _num_threads -= 1
-                return
         try:
-            _compile_in_child(target, batch)
-        finally:
-            for job in batch:
-                _states[job] = True
+            _serve_child(target)
+        except (OSError, TimeoutError):
+            continue  # the kernel is compiled when it is first used
+        except queue.Empty:
+            with _lock:
+                if _waiting.empty():
+                    _num_threads -= 1
+                    return
 
 
-def _compile_in_child(target: list[Any], batch: list[Job]) -> None:
-    given = {"parent": os.getpid(), "target": target, "jobs": batch}
-    command = python_command("penstock.conv.kernel_compiler:compile_jobs")
+def _serve_child(target: list[Any]) -> None:
+    """Have one child compile kernels.
+
+    Raises:
+        Empty: Nothing is waiting.
+        OSError, TimeoutError: The child could not be started, ended, or took too long.
+    """
+    job = _waiting.get(timeout=IDLE_S)
     try:
-        with ChildProcess(command, send=json.dumps(given).encode()) as child:
-            while (line := child.read_line(LIMIT_S)) is not None:
-                if line.startswith(MARK):
-                    _states[batch[int(line[len(MARK) :])]] = True
-    except (OSError, TimeoutError):
-        pass  # the kernels are compiled when they are first used
+        function = "penstock.conv.kernel_compiler:compile_jobs"
+        command = python_command(function, str(os.getpid()), json.dumps(target))
+        with ChildProcess(command, send=None) as child:
+            while True:
+                child.write(json.dumps(job).encode() + b"\n")
+                while (line := child.read_line(LIMIT_S)) != MARK:
+                    if line is None:
+                        raise OSError("the child has ended")
+                with contextlib.suppress(Exception):  # using the kernel tells why
+                    _load(job)
+                _states[job] = True
+                job = _waiting.get(timeout=IDLE_S)
+    finally:
+        _states[job] = True
+
+
+def _load(job: Job) -> Any:
+    """Have Triton compile a kernel, or read it from the cache."""
+    module, name, description = job
+    return getattr(importlib.import_module(module), name).preload(description)
 
 
 # -- in the child ----------------------------------------------------------------------------------
@@ -153,21 +203,19 @@ class _Target:
         return self._target
 
 
-def compile_jobs() -> None:
-    """Compile the kernels that standard input lists. Prints a line for each."""
+def compile_jobs(parent: str, target: str) -> None:
+    """Compile the kernels that standard input lists, one in a line. Prints a line for each."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    given = json.loads(sys.stdin.read())
-    end_with_parent(given["parent"])
-    driver.set_active(_Target(GPUTarget(*given["target"])))
-    for number, (module, name, description) in enumerate(given["jobs"]):
+    end_with_parent(int(parent))
+    driver.set_active(_Target(GPUTarget(*json.loads(target))))
+    for line in sys.stdin:
         try:
-            kernel = getattr(importlib.import_module(module), name).preload(description)
-            _build_launcher(given["target"][0], kernel)
+            _build_launcher(json.loads(target)[0], _load(json.loads(line)))
         except Exception as error:
             print(type(error).__name__, error, flush=True)
-        print(f"\n{MARK}{number}", flush=True)
+        print(f"\n{MARK}", flush=True)
 
 
 def _build_launcher(backend: str, kernel: Any) -> None:

@@ -2,8 +2,9 @@
 
 On a GPU, a shape starts with an algorithm that needs no compilation: the choice of a similar shape,
 or the first candidate. Its kernels are compiled in children, and its candidates are timed between
-the calls of the first training steps, one at a time, and for at most :data:`SHARE` of the time. The
-fastest one is then used, and written to a file for this torch, Triton and GPU. The first candidate
+the calls of the first training steps, one call at a time, and for at most :data:`SHARE` of the
+time. Nothing waits for the GPU: the time of a call is read when the shape comes up again. The
+fastest candidate is then used, and written to a file for this torch, Triton and GPU. The first one
 is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, and when the
 time budget of the process is used up. Nothing is measured while a CUDA graph is captured.
 
@@ -24,7 +25,7 @@ import torch
 from penstock.conv import kernel_compiler
 from penstock.conv.algorithms import aten, triton_launch
 from penstock.conv.algorithms.candidates import Candidate, candidates
-from penstock.conv.geometry import Geometry, Pass
+from penstock.conv.geometry import Geometry, Pass, Prepared
 from penstock.machine import cache_folder
 
 BUDGET_VARIABLE = "PENSTOCK_CONV_TUNE_S"
@@ -40,16 +41,22 @@ TOLERANCE = 1 / 16
 a sixteenth of it, because its products may be computed in TF32. A broken result is off by its own
 magnitude."""
 
-SHARE, CREDIT_S = 0.25, 0.1
-"""The share of the time since the first convolution that measuring can take, and the seconds in
-addition to that."""
+UNKNOWN_MS = 1.0
+"""What the first call of a candidate is taken to cost until the GPU has computed it."""
+SURELY = 1.25
+"""A candidate whose GPU time is this many times the total of another is not timed any further."""
+SHARE, CREDIT_S = 0.07, 0.002
+"""The share of the time that measuring can take, and the most seconds that it can save up. Steps of
+a network that gains little from other algorithms must not take longer than with torch's own. Time
+of the CPU counts while the GPU waits for it, and time of the GPU otherwise."""
 in_background = True
 """If False, a shape is measured at once when it is first seen. Benchmarks set this."""
 
 _files: dict[str, dict[str, str]] = {}
 _dirty: set[str] = set()
 _spent_s = 0.0
-_started_s: float | None = None
+_credit_s = float("inf")
+_seen_s = 0.0
 _unfinished: dict[Any, Trial] = {}
 _similar: dict[Any, str] = {}
 """The last choice for each class of similar shapes."""
@@ -62,12 +69,14 @@ class Trial:
     Args:
         left: Candidates that have not been timed yet.
         best: The fastest candidate so far, or the one to start with.
+        timing: The calls of the candidate that is being timed.
     """
 
     left: list[Candidate]
     best: Candidate
     best_ms: float = float("inf")
     kernels: dict[str, list[kernel_compiler.Job]] = field(default_factory=dict)
+    timing: Timing | None = None
 
 
 def choose(
@@ -92,12 +101,12 @@ def choose(
     """
     if not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         return candidates(g, which, a.dtype, a.device.type)[0], True
-    key = (g, which, a.dtype, a.device, cap_bytes)
+    key = (g, which, a.dtype, a.device, cap_bytes, a.stride(), b.stride())
     trial = _unfinished.get(key)
     if trial is None:
         found = candidates(g, which, a.dtype, a.device.type)
         choices = _choices(_file_name(a.device))
-        name = choices.get(_text(*key))
+        name = choices.get(_text(*key[:5]))
         kept = [one for one in found if one.name == name or len(found) == 1]
         if kept or _spent_s >= budget_s():
             return (kept or found)[0], True
@@ -115,13 +124,14 @@ def choose(
             _continue(trial, g, a, b, cap_bytes)
     else:
         while trial.left:
+            torch.cuda.synchronize(a.device)
             if not _continue(trial, g, a, b, cap_bytes):
                 time.sleep(0.01)
     if trial.left:
         return trial.best, False
     _unfinished.pop(key, None)
     file = _file_name(a.device)
-    _choices(file)[_text(*key)] = _similar[_class_of(g, which, a.dtype)] = trial.best.name
+    _choices(file)[_text(*key[:5])] = _similar[_class_of(g, which, a.dtype)] = trial.best.name
     if not _dirty:
         atexit.register(save)
     _dirty.add(file)
@@ -153,7 +163,9 @@ def _start(
     similar = _similar.get(_class_of(g, which, a.dtype))
     for one in sorted(trial.left, key=lambda one: one.name != similar):
         if not one.needs_triton or (
-            one.name == similar and not _kernels(trial, one, g, a, b, cap_bytes)
+            one.name == similar
+            and _can_request(trial, one)
+            and not _kernels(trial, one, g, a, b, cap_bytes)
         ):
             trial.best = one
             return
@@ -173,56 +185,74 @@ def _kernels(
 
 def _has_time() -> bool:
     """Return True if measuring has taken less than its share of the time."""
-    global _started_s
+    global _credit_s, _seen_s
     now_s = time.perf_counter()
-    _started_s = _started_s or now_s
-    return _spent_s <= CREDIT_S + SHARE * (now_s - _started_s)
+    _credit_s, _seen_s = min(CREDIT_S, _credit_s + SHARE * (now_s - _seen_s)), now_s
+    return _credit_s > 0
+
+
+def _charge(seconds: float, *, counts: bool) -> None:
+    """Add to the time spent. ``counts`` is False if it does not delay the training step."""
+    global _spent_s, _credit_s
+    _spent_s, _credit_s = _spent_s + seconds, _credit_s - seconds * counts
 
 
 def _continue(trial: Trial, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int) -> bool:
-    """Request kernels, or time the next candidate. Returns False if all wait for kernels."""
-    global _spent_s
+    """Request kernels, or call a candidate once. Returns False if there is nothing to do yet."""
     started_s = time.perf_counter()
-    one = None
+    is_gpu_busy = not torch.cuda.current_stream(a.device).query()
+    one, timing = None, trial.timing
     try:
+        if timing is not None:
+            one = timing.candidate
+            if not timing.read():
+                return False
+            if not timing.is_over(trial.best_ms):
+                timing.start(a, b, is_gpu_busy=is_gpu_busy)
+                return True
+            if timing.ms < trial.best_ms:
+                trial.best, trial.best_ms = one, timing.ms
+            trial.left.remove(one)
+            trial.timing = None
         for one in trial.left:
-            if one.needs_triton and one.name not in trial.kernels:
+            if _can_request(trial, one):
                 _kernels(trial, one, g, a, b, cap_bytes)
                 return True
         one = next((one for one in trial.left if _is_ready(trial, one)), None)
-        if one is not None:
-            _time(trial, one, g, a, b, cap_bytes)
-            trial.left = [other for other in trial.left if other is not one]
-        return one is not None
+        if one is None:
+            return not trial.left
+        if one.name == aten.NAME and not _agrees(one, trial.best, g, a, b, cap_bytes):
+            trial.left.remove(one)  # torch's own kernels are wrong
+        else:
+            expected_ms = min(trial.best_ms, UNKNOWN_MS)
+            trial.timing = Timing(one, one.prepare(g, a, b, cap_bytes), expected_ms)
+            trial.timing.start(a, b, is_gpu_busy=is_gpu_busy)
     except Exception:  # out of memory, or a kernel that this GPU cannot run
         torch.cuda.empty_cache()
         trial.left = [other for other in trial.left if other is not one]
-        return True
+        trial.timing = None
     finally:
-        _spent_s += time.perf_counter() - started_s
+        _charge(time.perf_counter() - started_s, counts=not is_gpu_busy)
+    return True
+
+
+def _can_request(trial: Trial, one: Candidate) -> bool:
+    return one.needs_triton and one.name not in trial.kernels and kernel_compiler.is_set_up()
 
 
 def _is_ready(trial: Trial, one: Candidate) -> bool:
-    return all(map(kernel_compiler.is_compiled, trial.kernels.get(one.name, ())))
-
-
-def _time(
-    trial: Trial, one: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
-) -> None:
-    """Time a candidate. torch's own kernels must first agree with the best of the others."""
-    if one.name == aten.NAME and not _agrees(one, trial.best, g, a, b, cap_bytes):
-        return
-    taken_ms = time_once(one, g, a, b, cap_bytes)
-    if taken_ms < trial.best_ms:
-        trial.best, trial.best_ms = one, taken_ms
+    kernels = trial.kernels.get(one.name)
+    if kernels is None:
+        return not one.needs_triton
+    return all(map(kernel_compiler.is_compiled, kernels))
 
 
 def forget() -> None:
     """Discard the choices of this process and start with a new budget."""
-    global _spent_s, _started_s
+    global _spent_s, _credit_s
     for kept in (_files, _dirty, _unfinished, _similar):
         kept.clear()
-    _spent_s, _started_s = 0.0, None
+    _spent_s, _credit_s = 0.0, float("inf")
 
 
 def budget_s() -> float:
@@ -242,36 +272,65 @@ def _agrees(
     return bool(((first - second).abs().max() <= largest).item())
 
 
-def time_once(
-    candidate: Candidate, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_bytes: int
-) -> float:
-    """Return the milliseconds of a call: the sum of GPU time and launch time.
+class Timing:
+    """The times of a candidate: its best GPU time and its best launch time, which are added.
 
     A training step is bound by the one or the other, and which of them is not known here.
     The caches of the GPU are overwritten before each call, because a training step does so too.
     This is repeated until it takes longer than the launches, so that the GPU time has no gaps
-    between kernels. Returns the best of several rounds.
+    between kernels.
     """
-    run = candidate.prepare(g, a, b, cap_bytes)
-    run(a, b)
-    event: Any = torch.cuda.Event
-    other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=a.device)
-    gpu_ms, launch_ms, num_flushes = [], [], 1
-    for _ in range(NUM_ROUNDS):
-        before, start, end = (event(enable_timing=True) for _ in range(3))
+
+    def __init__(self, candidate: Candidate, run: Prepared, expected_ms: float) -> None:
+        self.candidate = candidate
+        self._run = run
+        self._expected_ms = expected_ms
+        self._num_calls = 0
+        self._num_flushes = 1
+        self._gpu_ms = self._launch_ms = self._last_ms = float("inf")
+        self._events: list[Any] = []
+        self._counts = True
+
+    @property
+    def ms(self) -> float:
+        return self._gpu_ms + self._launch_ms
+
+    def is_over(self, best_ms: float) -> bool:
+        """Return True after enough calls, or if the candidate is slower than another for sure."""
+        return self._num_calls > NUM_ROUNDS or self._gpu_ms > SURELY * best_ms
+
+    def start(self, a: torch.Tensor, b: torch.Tensor, *, is_gpu_busy: bool) -> None:
+        """Launch a call."""
+        self._counts = is_gpu_busy
+        event: Any = torch.cuda.Event
+        before, start, end = self._events = [event(enable_timing=True) for _ in range(3)]
+        other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=a.device)
         before.record()
-        for _ in range(num_flushes):
+        for _ in range(self._num_flushes):
             other.zero_()
         start.record()
         started_s = time.perf_counter()
-        run(a, b)
-        launch_ms.append((time.perf_counter() - started_s) * 1e3)
+        self._run(a, b)
+        self._last_ms = (time.perf_counter() - started_s) * 1e3
         end.record()
-        end.synchronize()
-        gpu_ms.append(float(start.elapsed_time(end)))
-        flush_ms = before.elapsed_time(start) / num_flushes
-        num_flushes = max(num_flushes, min(MAX_FLUSHES, 1 + int(2 * launch_ms[-1] / flush_ms)))
-    return min(gpu_ms) + min(launch_ms)
+        _charge(self._expected_ms / 1e3, counts=self._counts)
+
+    def read(self) -> bool:
+        """Read the times of the last call. Returns False if the GPU has not finished it."""
+        before, start, end = self._events
+        if not end.query():
+            return False
+        taken_ms = before.elapsed_time(end)
+        _charge((taken_ms - self._expected_ms) / 1e3, counts=self._counts)
+        self._expected_ms = taken_ms
+        self._num_calls += 1
+        if self._num_calls > 1:  # the first call may load kernels
+            self._gpu_ms = min(self._gpu_ms, float(start.elapsed_time(end)))
+            self._launch_ms = min(self._launch_ms, self._last_ms)
+            flush_ms = before.elapsed_time(start) / self._num_flushes
+            wanted = min(MAX_FLUSHES, 1 + int(2 * self._last_ms / flush_ms))
+            self._num_flushes = max(self._num_flushes, wanted)
+        return True
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class ChildProcess:
     Args:
         command: The program and its arguments.
         reads: The outputs to read. Other outputs are discarded.
-        send: The content of its standard input.
+        send: The content of its standard input. None for a pipe that :meth:`write` writes to.
         environ: Variables added to this process's environment.
 
     Raises:
@@ -86,7 +86,7 @@ class ChildProcess:
         command: Sequence[str],
         *,
         reads: Literal["stdout", "stderr", "both"] = "stdout",
-        send: bytes = b"",
+        send: bytes | None = b"",
         environ: Mapping[str, str] | None = None,
     ) -> None:
         _unreaped[:] = [one for one in _unreaped if one.poll() is None]
@@ -95,7 +95,8 @@ class ChildProcess:
             flags = subprocess.CREATE_NO_WINDOW | subprocess.CREATE_NEW_PROCESS_GROUP
             options = {"creationflags": flags}
         nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with _file_of(send) if send else nullcontext(nothing) as given:
+        source = pipe if send is None else nothing
+        with _file_of(send) if send else nullcontext(source) as given:
             self._process = subprocess.Popen(
                 command,
                 stdin=given,
@@ -112,6 +113,12 @@ class ChildProcess:
             target=self._read_pipe, name="penstock-child-reader", daemon=True
         )
         self._reader.start()
+
+    def write(self, text: bytes) -> None:
+        """Write to the standard input of a child that reads it. This waits if the pipe is full."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(text)
+        self._process.stdin.flush()
 
     def read(self, limit_s: float) -> bytes:
         """Return the next piece of output as soon as it arrives, or ``b""`` at the end.
@@ -197,6 +204,9 @@ class ChildProcess:
                 self._process.wait(_KILLED_S)
             except subprocess.TimeoutExpired:
                 _unreaped.append(self._process)
+        if self._process.stdin is not None:
+            with suppress(OSError):  # what the child did not read
+                self._process.stdin.close()
         self._reader.join(_KILLED_S)
         if not self._reader.is_alive():  # otherwise a grandchild in its own session holds the pipe
             self._pipe.close()
