@@ -24,6 +24,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ KERNEL_MODULES = [
 ]
 LIMIT_S = 120.0
 """Time limit for one kernel. A kernel that takes longer is compiled when it is first used."""
+PAUSE_S = 0.005
+"""Between parts of the preparation, in which no other Python code runs."""
 IDLE_S = 2.0
 """How long a child waits for another kernel."""
 NUM_CHILDREN = max(1, min(8, (os.cpu_count() or 2) // 2))
@@ -70,6 +73,7 @@ def _prepare() -> None:
         for name in KERNEL_MODULES:
             for value in vars(importlib.import_module(name)).values():
                 getattr(value, "cache_key", None)
+                time.sleep(PAUSE_S)
         merge: Any = importlib.import_module(KERNEL_MODULES[0]).merge_groups
         tensors = [importlib.import_module("torch").float32] * 2
         capture(lambda: merge.warmup(*tensors, *[1] * 10, BLOCK=16, grid=(1,)))
@@ -147,13 +151,13 @@ def _serve(target: list[Any]) -> None:
     while True:
         try:
             _serve_child(target)
-        except (OSError, TimeoutError):
-            continue  # the kernel is compiled when it is first used
         except queue.Empty:
             with _lock:
                 if _waiting.empty():
                     _num_threads -= 1
                     return
+        except Exception:
+            continue  # the kernel is compiled when it is first used
 
 
 def _serve_child(target: list[Any]) -> None:

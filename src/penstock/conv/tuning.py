@@ -48,7 +48,7 @@ SURELY = 1.25
 SHARE, CREDIT_S = 0.07, 0.002
 """The share of the time that measuring can take, and the most seconds that it can save up. Steps of
 a network that gains little from other algorithms must not take longer than with torch's own. Time
-of the CPU counts while the GPU waits for it, and time of the GPU otherwise."""
+of the GPU only counts if it was busy when the call was launched."""
 in_background = True
 """If False, a shape is measured at once when it is first seen. Benchmarks set this."""
 
@@ -191,7 +191,7 @@ def _has_time() -> bool:
     return _credit_s > 0
 
 
-def _charge(seconds: float, *, counts: bool) -> None:
+def _charge(seconds: float, *, counts: bool = True) -> None:
     """Add to the time spent. ``counts`` is False if it does not delay the training step."""
     global _spent_s, _credit_s
     _spent_s, _credit_s = _spent_s + seconds, _credit_s - seconds * counts
@@ -232,7 +232,7 @@ def _continue(trial: Trial, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_b
         trial.left = [other for other in trial.left if other is not one]
         trial.timing = None
     finally:
-        _charge(time.perf_counter() - started_s, counts=not is_gpu_busy)
+        _charge(time.perf_counter() - started_s)
     return True
 
 
@@ -268,8 +268,8 @@ def _agrees(
 ) -> bool:
     """Return True if two candidates give the same result, within the rounding of the dtype."""
     first, second = (way.run(g, a, b, cap_bytes).float() for way in (one, other))
-    largest = second.abs().max() * (TOLERANCE if a.element_size() == 2 else TOLERANCE / 16)
-    return bool(((first - second).abs().max() <= largest).item())
+    largest, off = (float(t.norm(float("inf"))) for t in (second, first - second))
+    return off <= largest * (TOLERANCE if a.element_size() == 2 else TOLERANCE / 16)
 
 
 class Timing:
