@@ -228,3 +228,26 @@ def test_torch_s_own_kernels_are_not_timed_if_they_are_wrong() -> None:
         assert trial.best.name == best
     assert tuning._agrees(right, right, *given)
     assert not tuning._agrees(wrong, right, *given)
+
+
+def test_the_fastest_candidate_is_chosen_in_any_order() -> None:
+    from penstock.conv import tuning
+    from penstock.conv.algorithms.candidates import Candidate, candidates, unprepared
+    from support import conv_cases
+
+    case = conv_cases.CASES[0]
+    g, exact = case.geometry(is_channels_last=False), conv_cases.exact(case, torch.float32, "cuda")
+    ways = candidates(g, "forward", torch.float32, "cuda")
+    fast = next(way for way in ways if way.name == "columns")
+
+    def repeat(*given: Any) -> torch.Tensor:
+        return [fast.run(*given) for _ in range(9)][0]
+
+    slow = Candidate("slow", unprepared(repeat))
+    for order in ([slow, fast], [fast, slow]):
+        trial = tuning.Trial(order, slow)
+        while trial.left:
+            tuning._continue(trial, g, exact.x, exact.w, 1 << 20)
+            torch.cuda.synchronize()
+        assert trial.best.name == "columns"
+        assert 0 < trial.best_ms < 100
