@@ -221,7 +221,8 @@ def _continue(trial: Trial, g: Geometry, a: torch.Tensor, b: torch.Tensor, cap_b
         one = next((one for one in trial.left if _is_ready(trial, one)), None)
         if one is None:
             return not trial.left
-        if one.name == aten.NAME and not _agrees(one, trial.best, g, a, b, cap_bytes):
+        is_doubtful = one.name == aten.NAME != trial.best.name
+        if is_doubtful and not _agrees(one, trial.best, g, a, b, cap_bytes):
             trial.left.remove(one)  # torch's own kernels are wrong
         else:
             expected_ms = min(trial.best_ms, UNKNOWN_MS)

@@ -21,7 +21,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -297,15 +297,14 @@ MAX_POSITIONS = 1 << 31
 def can_triton(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
     """Return True if a kernel can write the columns: in channels_last, with one group.
 
-    The columns of an input gradient are those of ``dy``, for a stride of 1.
+    Input gradients are not among them: implicit products were faster for all layers measured.
     """
-    channels = g.out_channels if which == INPUT_GRADIENT else g.in_channels
     largest = g.batch * max(g.in_channels * prod(g.in_size), g.out_channels * g.num_positions)
     return (
         dtype in (torch.float32, torch.float16, torch.bfloat16)
         and (g.is_channels_last and g.groups == 1 and not g.is_pointwise)
-        and (which != INPUT_GRADIENT or g.is_unit_stride)
-        and channels % 16 == 0
+        and which != INPUT_GRADIENT
+        and g.in_channels % 16 == 0
         and largest < MAX_POSITIONS
     )
 
@@ -314,41 +313,14 @@ def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: in
     """Compute ``[positions, taps * C] @ [taps * C, O]``."""
     depth = g.num_taps * g.in_channels
     is_last = w.movedim(1, -1).is_contiguous()
-
-    def settle(w: torch.Tensor) -> torch.Tensor:
-        ordered = w if is_last else w.movedim(1, -1).contiguous()
-        return ordered.as_strided((depth, g.out_channels), (1, depth))
-
-    return _prepare_product(g, x, cap_bytes, settle)
-
-
-def prepare_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
-) -> Prepared:
-    """Compute ``[positions, taps * O] @ [taps * O, C]``, from the columns of ``dy``."""
-    back = replace(
-        turned(g),
-        padding=tuple(-p for p in g.padding),
-        dilation=tuple(-d for d in g.dilation),
-    )
-    order = (*range(2, g.num_dims + 2), 0, 1)
-
-    def settle(w: torch.Tensor) -> torch.Tensor:
-        return w.permute(order).reshape(-1, g.in_channels)
-
-    return _prepare_product(back, dy, cap_bytes, settle)
-
-
-def _prepare_product(
-    g: Geometry, x: torch.Tensor, cap_bytes: int, settle: Callable[[torch.Tensor], torch.Tensor]
-) -> Prepared:
-    """Compute the columns of ``x`` times the matrix that ``settle`` makes of the weights."""
-    first, *others = gathers = _plan_gathers(g, x, cap_bytes)
+    gathers = _plan_gathers(g, x, cap_bytes)
     shape = (g.batch, g.out_channels, *g.out_size)
     strides = g.strides(g.out_channels, g.out_size)
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        weights, cells = settle(w), first.new_cells(x)
+        ordered = w if is_last else w.movedim(1, -1).contiguous()
+        weights, (first, *others) = ordered.as_strided((depth, g.out_channels), (1, depth)), gathers
+        cells = first.new_cells(x)
         if not others:
             return torch.mm(first.fill(x, cells), weights).as_strided(shape, strides)
         y = x.new_empty((gathers[-1].rows[1], g.out_channels))
