@@ -79,6 +79,7 @@ class ConvolutionPlan:
         kind: The probe's name for this kind of convolution.
         cap_bytes: Limit for the buffers of a call.
         chosen: The algorithm of each pass, once the choice is final.
+        tried: The algorithm of each pass until then.
         prepared: The algorithms used so far, prepared for the strides of this plan.
     """
 
@@ -87,6 +88,7 @@ class ConvolutionPlan:
     kind: str
     cap_bytes: int = DEFAULT_CAPS["cpu"]
     chosen: dict[Pass, Candidate] = field(default_factory=dict, repr=False, compare=False)
+    tried: dict[Pass, Candidate] = field(default_factory=dict, repr=False, compare=False)
     prepared: dict[Any, Prepared] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -292,7 +294,9 @@ class ConvolutionRunner:
                 return self._run(plan, which, a, b)
         algorithm = plan.chosen.get(which)
         if algorithm is None:
-            algorithm = self._choose(plan, which, a, b)
+            algorithm = plan.tried.get(which)
+            if algorithm is None or tuning.has_time():
+                algorithm = plan.tried[which] = self._choose(plan, which, a, b)
         name = algorithm.name
         try:
             run = plan.prepared.get((which, name))
@@ -302,6 +306,7 @@ class ConvolutionRunner:
                 raise
             triton_launch.disable(error)
             plan.chosen.clear()
+            plan.tried.clear()
             return self._run(plan, which, a, b)
         self.counts[name] = self.counts.get(name, 0) + 1
         return result

@@ -69,6 +69,8 @@ def is_set_up() -> bool:
 def _prepare() -> None:
     assert _set_up is not None
     try:
+        # The slow import comes first: it fits into the first training step, which is slow anyway.
+        importlib.import_module("triton.compiler.code_generator")
         _target()
         for name in KERNEL_MODULES:
             for value in vars(importlib.import_module(name)).values():

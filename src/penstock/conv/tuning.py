@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import statistics
 import time
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -43,9 +44,10 @@ magnitude."""
 
 UNKNOWN_MS = 1.0
 """What the first call of a candidate is taken to cost until the GPU has computed it."""
-SURELY = 1.25
-"""A candidate whose GPU time is this many times the total of another is not timed any further."""
-SHARE, CREDIT_S = 0.07, 0.002
+GPU_SLACK, SLACK = 0.25, 1.0
+"""A candidate is not timed any further if it takes longer than the best by these parts of its time,
+divided by the number of calls: its GPU time alone, and its GPU time and launch time."""
+SHARE, CREDIT_S = 0.05, 0.002
 """The share of the time that measuring can take, and the most seconds that it can save up. Steps of
 a network that gains little from other algorithms must not take longer than with torch's own. Time
 of the GPU only counts if it was busy when the call was launched."""
@@ -84,8 +86,8 @@ def choose(
 ) -> tuple[Candidate, bool]:
     """Choose the algorithm for this pass.
 
-    Returns the candidate, and whether the choice is final. A choice that is not final can be
-    measured later.
+    Returns the candidate, and whether the choice is final. If it is not, this should be called
+    again when there is :func:`time <has_time>` for another measurement.
 
     Args:
         a: First tensor of the call.
@@ -120,7 +122,7 @@ def choose(
     if torch.cuda.is_current_stream_capturing():
         return trial.best, False
     if in_background:
-        if _has_time():
+        if has_time():
             _continue(trial, g, a, b, cap_bytes)
     else:
         while trial.left:
@@ -183,8 +185,13 @@ def _kernels(
     return needed
 
 
-def _has_time() -> bool:
-    """Return True if measuring has taken less than its share of the time."""
+def has_time() -> bool:
+    """Return True if measuring has taken less than its share of the time.
+
+    Example:
+        >>> has_time()
+        True
+    """
     global _credit_s, _seen_s
     now_s = time.perf_counter()
     _credit_s, _seen_s = min(CREDIT_S, _credit_s + SHARE * (now_s - _seen_s)), now_s
@@ -274,7 +281,7 @@ def _agrees(
 
 
 class Timing:
-    """The times of a candidate: its best GPU time and its best launch time, which are added.
+    """The times of a candidate: its best GPU time and its median launch time, which are added.
 
     A training step is bound by the one or the other, and which of them is not known here.
     The caches of the GPU are overwritten before each call, because a training step does so too.
@@ -288,24 +295,29 @@ class Timing:
         self._expected_ms = expected_ms
         self._num_calls = 0
         self._num_flushes = 1
-        self._gpu_ms = self._launch_ms = self._last_ms = float("inf")
-        self._events: list[Any] = []
+        self._gpu_ms = self._last_ms = float("inf")
+        self._launches_ms: list[float] = []
         self._counts = True
+        event: Any = torch.cuda.Event
+        self._events = [event(enable_timing=True) for _ in range(3)]
 
     @property
     def ms(self) -> float:
-        return self._gpu_ms + self._launch_ms
+        return self._gpu_ms + statistics.median(self._launches_ms)
 
     def is_over(self, best_ms: float) -> bool:
-        """Return True after enough calls, or if the candidate is slower than another for sure."""
-        is_slow = self._num_calls > 1 and self._gpu_ms > SURELY * best_ms
-        return is_slow or self._num_calls > NUM_ROUNDS
+        """Return True after enough calls, or if the candidate is slower than the best."""
+        num = len(self._launches_ms)
+        if not num:
+            return False
+        is_slow = self._gpu_ms > (1 + GPU_SLACK / num) * best_ms
+        least_ms = self._gpu_ms + min(self._launches_ms)
+        return is_slow or least_ms > (1 + SLACK / num) * best_ms or num >= NUM_ROUNDS
 
     def start(self, a: torch.Tensor, b: torch.Tensor, *, is_gpu_busy: bool) -> None:
         """Launch a call."""
         self._counts = is_gpu_busy
-        event: Any = torch.cuda.Event
-        before, start, end = self._events = [event(enable_timing=True) for _ in range(3)]
+        before, start, end = self._events
         other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=a.device)
         before.record()
         for _ in range(self._num_flushes):
@@ -328,7 +340,7 @@ class Timing:
         self._num_calls += 1
         if self._num_calls > 1:  # the first call may load kernels
             self._gpu_ms = min(self._gpu_ms, float(start.elapsed_time(end)))
-            self._launch_ms = min(self._launch_ms, self._last_ms)
+            self._launches_ms.append(self._last_ms)
             flush_ms = before.elapsed_time(start) / self._num_flushes
             wanted = min(MAX_FLUSHES, 1 + int(2 * self._last_ms / flush_ms))
             self._num_flushes = max(self._num_flushes, wanted)
