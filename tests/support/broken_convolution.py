@@ -72,9 +72,9 @@ class Native:
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
-            y = col2im.input_gradient(g, x, w, 1 << 26)
+            y = col2im.prepare_input_gradient(g, x, w, 1 << 26)(x, w)
         else:
-            y = im2col.forward(g, x, w, 1 << 26)
+            y = im2col.prepare_forward(g, x, w, 1 << 26)(x, w)
         return (y if b is None else y + b.view(-1, *(1,) * g.num_dims)) * factor
 
     def backward(self, dy: Any, x: Any, w: Any, sizes: Any, *rest: Any) -> Any:
@@ -82,11 +82,11 @@ class Native:
 
         g, is_transposed, factor = self.meet(x, w, rest)
         if is_transposed:
-            dx = im2col.forward(g, dy, w, 1 << 26)
-            dw = im2col.weight_gradient(g, dy, x, 1 << 26)
+            dx = im2col.prepare_forward(g, dy, w, 1 << 26)(dy, w)
+            dw = im2col.prepare_weight_gradient(g, dy, x, 1 << 26)(dy, x)
         else:
-            dx = col2im.input_gradient(g, dy, w, 1 << 26)
-            dw = im2col.weight_gradient(g, x, dy, 1 << 26)
+            dx = col2im.prepare_input_gradient(g, dy, w, 1 << 26)(dy, w)
+            dw = im2col.prepare_weight_gradient(g, x, dy, 1 << 26)(x, dy)
         return dx * factor, dw * factor, dy.sum((0, *range(2, dy.dim())))
 
     def meet(self, x: Any, w: Any, rest: Any) -> tuple[Any, bool, float]:

@@ -92,16 +92,16 @@ def candidates(g: Geometry, which: Pass, dtype: torch.dtype, device: str) -> lis
         name = "1x1 product" if g.is_pointwise else "patches"
         found.append(Candidate(name, _PATCHES[which]))
     is_folded = which == INPUT_GRADIENT and not g.is_depthwise
-    folded = [Candidate("columns, folded", unprepared(col2im.input_gradient))] * is_folded
+    folded = [Candidate("columns, folded", col2im.prepare_input_gradient)] * is_folded
     if is_folded and FOLD_BELOW * g.group_in <= g.group_out:
         if has_triton and col2im.can_triton(g, dtype):
-            run = col2im.prepare_input_gradient
+            run = col2im.prepare_folded_input_gradient
             found.append(Candidate("folded product", run, needs_triton=True))
         found += folded
         folded = []
     by_winograd = _winograd(g, which, dtype, has_triton=has_triton)
     by_triton = [] if not has_triton or g.is_depthwise else _implicit(g, which, dtype)
-    by_columns = [Candidate("columns", unprepared(_COLUMNS[which]))]
+    by_columns = [Candidate("columns", _COLUMNS[which])]
     if which == INPUT_GRADIENT and not g.is_unit_stride:
         by_columns, folded = folded, []
     if g.is_depthwise:
@@ -137,11 +137,12 @@ def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
     return {which: getattr(module, prefix + which.replace(" ", "_"), None) for which in PASSES}
 
 
-_COLUMNS: dict[Pass, Run] = _passes(im2col, "")
+_COLUMNS: dict[Pass, Prepare] = _passes(im2col)
+_GATHERED: dict[Pass, Prepare] = _passes(im2col, "prepare_gathered_")
 _WINOGRAD: dict[Pass, Run] = _passes(winograd, "")
 _SHIFTS: dict[Pass, Run] = _passes(depthwise, "")
-_GATHERED, _PATCHES, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
-    _passes, (im2col, patches, winograd, implicit_gemm, depthwise)
+_PATCHES, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
+    _passes, (patches, winograd, implicit_gemm, depthwise)
 )
 
 
@@ -209,7 +210,7 @@ def _in_channels_last(
     if has_triton and which == WEIGHT_GRADIENT and implicit_gemm.can(g, dtype):
         found.append(("implicit product", implicit_gemm.prepare_weight_gradient, True))
     if which != INPUT_GRADIENT or g.is_unit_stride:
-        found.append(("columns", unprepared(_COLUMNS[which]), False))
+        found.append(("columns", _COLUMNS[which], False))
     if has_triton and im2col.can_triton(turned, which, dtype):
         found.append(("gathered columns", _GATHERED[which], True))
     copies_itself = any(g.padding) and which != INPUT_GRADIENT

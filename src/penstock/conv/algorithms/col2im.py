@@ -2,7 +2,7 @@
 
 One matrix product computes the gradient of the im2col columns: ``C * taps`` numbers for each
 position of ``dy``. The numbers are then added to their input positions by torch's own col2im (1-d
-and 2-d), tap by tap (3-d), or by a Triton kernel (``prepare_input_gradient``, 1-d and 2-d).
+and 2-d), tap by tap (3-d), or by a Triton kernel (``prepare_folded_input_gradient``, 1-d and 2-d).
 
 Error: a product of ``O`` terms, summed by torch's matrix product and rounded to the dtype. The sums
 over the taps are in float32 and rounded once more.
@@ -22,46 +22,70 @@ import torch
 
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch, kernels, two
-from penstock.conv.geometry import Geometry, Prepared, output_size, samples_under, sum_dtype
+from penstock.conv.geometry import (
+    Geometry,
+    Prepared,
+    empty,
+    output_size,
+    samples_under,
+    sum_dtype,
+)
 
 BLOCK = 256
-Fold = Callable[[Geometry, torch.Tensor], torch.Tensor]
+Fold = Callable[[torch.Tensor], torch.Tensor]
+"""Adds columns ``[samples, C * taps, positions]`` to ``[samples, C, *in_size]``."""
 
 
-def _fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
-    """Add ``[samples, C * taps, positions]`` to ``[samples, C, *in_size]``, in float32."""
+def _prepare_fold(g: Geometry, dtype: torch.dtype) -> Fold:
+    """Return torch's own col2im, or additions tap by tap. Both sum in float32."""
     whole = output_size(g.in_size, g.kernel, g.stride, g.padding, g.dilation)
-    if cells.is_complex() or g.num_dims > 2 or g.out_size != whole:
+    if not dtype.is_complex and g.num_dims <= 2 and g.out_size == whole:
+        size, kernel, step, stride = (
+            two(values, 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
+        )
+        padding, fold = two(g.padding, 0), torch.nn.functional.fold
+        return lambda cells: fold(
+            cells.to(sum_dtype(cells)), size, kernel, step, padding, stride
+        ).view(-1, g.in_channels, *g.in_size)
+    both = (slice(None),) * 2
+    taps = [(both + g.tap_slices(tap), both + tap) for tap in g.taps()]
+    inside = both + g.unpadded_slices
+
+    def add_taps(cells: torch.Tensor) -> torch.Tensor:
         parts = cells.view(len(cells), g.in_channels, *g.kernel, *g.out_size)
-        dtype, both = sum_dtype(cells), (slice(None),) * 2
-        padded = cells.new_zeros((*parts.shape[:2], *g.padded_size), dtype=dtype)
-        for tap in g.taps():
-            padded[both + g.tap_slices(tap)] += parts[both + tap]
-        return padded[both + g.unpadded_slices]
-    size, kernel, step, stride = (
-        two(values, 1) for values in (g.in_size, g.kernel, g.dilation, g.stride)
-    )
-    padding = two(g.padding, 0)
-    return torch.nn.functional.fold(cells.to(sum_dtype(cells)), size, kernel, step, padding, stride)
+        padded = cells.new_zeros((*parts.shape[:2], *g.padded_size), dtype=sum_dtype(cells))
+        for place, tap in taps:
+            padded[place].add_(parts[tap])
+        return padded[inside]
+
+    return add_taps
 
 
-def input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, fold: Fold = _fold
-) -> torch.Tensor:
-    """Compute ``dx`` with one product. ``fold`` adds its results to their input positions."""
-    weights = w.reshape(g.groups, g.group_out, -1).transpose(1, 2)
-    dx = dy.new_empty((g.batch, g.in_channels, *g.in_size))
-    sample_bytes = g.in_channels * g.num_taps * g.num_positions * dy.element_size()
-    step = samples_under(cap_bytes, sample_bytes, g.batch)
-    for start in range(0, g.batch, step):
-        part = dy[start : start + step]
-        errors = part.reshape(len(part), g.groups, g.group_out, -1)
-        cells = torch.matmul(weights, errors).view(len(part), -1, g.num_positions)
-        folded = fold(g, cells)
+def prepare_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
+    """Compute ``dx`` with one product, and add its results to their input positions."""
+    return _prepare(g, dy, cap_bytes, _prepare_fold(g, dy.dtype))
+
+
+def _prepare(g: Geometry, dy: torch.Tensor, cap_bytes: int, fold: Fold) -> Prepared:
+    depth, places = g.num_taps * g.group_in, g.num_positions
+    step = samples_under(cap_bytes, g.groups * depth * places * dy.element_size(), g.batch)
+    make, dtype = empty(g, g.in_channels, g.in_size, dy.dtype), dy.dtype
+    matrix, shape = (g.groups, g.group_out, depth), (-1, g.groups, g.group_out, places)
+
+    def run(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        weights = w.reshape(matrix).transpose(1, 2)
         if step == g.batch:
-            return folded.view(dx.shape).to(dy.dtype)
-        dx[start : start + step] = folded.view(dx[start : start + step].shape)
-    return dx
+            cells = torch.matmul(weights, dy.reshape(shape))
+            return fold(cells.view(g.batch, -1, places)).to(dtype)
+        dx = make(dy)
+        for start in range(0, g.batch, step):
+            cells = torch.matmul(weights, dy[start : start + step].reshape(shape))
+            dx[start : start + step] = fold(cells.view(len(cells), -1, places))
+        return dx
+
+    return run
 
 
 # -- Triton ----------------------------------------------------------------------------------------
@@ -72,7 +96,7 @@ def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
     return g.num_dims <= 2 and can_gather(g, dtype) and g.groups == 1 and g.num_taps <= 64
 
 
-def prepare_input_gradient(
+def prepare_folded_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
 ) -> Prepared:
     """Compute ``dx`` with one product and one kernel that sums the taps of each position."""
@@ -81,7 +105,7 @@ def prepare_input_gradient(
     steps = (*two(g.stride, 1), *two(g.dilation, 1), *two(g.padding, 0))
     launches = dict[int, Launch]()
 
-    def fold(g: Geometry, cells: torch.Tensor) -> torch.Tensor:
+    def fold(cells: torch.Tensor) -> torch.Tensor:
         num = len(cells) * g.in_channels * prod(g.in_size)
         if num not in launches:
             constants = {**taps, "BLOCK": BLOCK}
@@ -91,4 +115,4 @@ def prepare_input_gradient(
         launches[num](cells, dx)
         return dx
 
-    return lambda dy, w: input_gradient(g, dy, w, cap_bytes, fold)
+    return _prepare(g, dy, cap_bytes, fold)

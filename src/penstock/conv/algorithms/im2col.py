@@ -1,27 +1,27 @@
 """Convolution as a matrix product over columns (im2col), in chunks under a memory cap.
 
 A column holds the input values that the kernel covers at one output position. The columns of a
-chunk are a view of the padded input (``as_strided``), copied once into a buffer that all chunks of
-the call reuse. The product is written directly into its part of the output. In channels_last layout
+chunk are a view of the padded input (``as_strided``), which is copied once. In channels_last layout
 the copy moves runs of channels, and the product is channels_last too, so there is no other copy.
+With several chunks, each product is copied to its part of the output.
 
 Error: sums of ``C/groups * taps`` products, summed by torch's matrix product. For half types it
 sums in float32 and rounds once, and a weight gradient adds the chunks in float32.
 
-On GPUs where Triton runs, a kernel can write the columns (``prepare_*``). torch's own copy of the
-view takes several times as long.
+On GPUs where Triton runs, a kernel can write the columns (``prepare_gathered_*``). torch's own copy
+of the view takes several times as long.
 
 Memory in addition to inputs and results, in elements, for ``b`` samples and ``r`` rows of the first
-spatial axis in a chunk: ``b * r * positions_per_row * taps * C  +  b * padded_rows * C``. The
-second term applies only with padding. The total is at most ``cap``, or one row of one sample if
-that is larger.
+spatial axis in a chunk: ``b * r * positions_per_row * (taps * C + O)  +  b * padded_rows * C``. The
+last term applies only with padding, and ``O`` only with several chunks. The columns take at most
+``cap``, or one row of one sample if that is larger.
 
 Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -34,10 +34,14 @@ from penstock.conv.geometry import (
     Geometry,
     Pass,
     Prepared,
+    Sizes,
     dense,
+    empty,
     sum_dtype,
     turned,
 )
+
+Settle = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,10 @@ def columns_bytes(g: Geometry, num_bytes: int) -> int:
     return g.batch * g.num_positions * g.in_channels * g.num_taps * num_bytes
 
 
-def _chunks(g: Geometry, cap_bytes: int, row_bytes: int) -> Iterator[_Chunk]:
+def _chunks(g: Geometry, cap_bytes: int, num_bytes: int) -> Iterator[_Chunk]:
     """Split the output so that the columns of each part stay under the cap."""
     rows = g.out_size[0]
+    row_bytes = columns_bytes(g, num_bytes) // max(1, g.batch * rows)
     sample_bytes = row_bytes * rows
     if sample_bytes <= cap_bytes:
         step = max(1, min(g.batch, cap_bytes // max(1, sample_bytes)))
@@ -84,207 +89,242 @@ def _chunks(g: Geometry, cap_bytes: int, row_bytes: int) -> Iterator[_Chunk]:
         yield _Chunk(slice(sample, sample + 1), slice(start, min(start + step, rows)))
 
 
-def _row_bytes(g: Geometry, num_bytes: int) -> int:
-    return columns_bytes(g, num_bytes) // max(1, g.batch * g.out_size[0])
+@dataclass(frozen=True)
+class _View:
+    """A view of a tensor with known strides: its shape, and its place in the tensor's memory."""
+
+    shape: Sizes
+    strides: Sizes
+    first: int = 0
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return t.as_strided(self.shape, self.strides, t.storage_offset() + self.first)
+
+    def in_order(self, *order: int) -> _View:
+        """Return the view with its axes in this order."""
+        shape, strides = ([values[axis] for axis in order] for values in (self.shape, self.strides))
+        return _View(tuple(shape), tuple(strides), self.first)
+
+    def grouped(self, groups: int) -> _View:
+        """Split the last axis, the channels, into groups and the channels of a group."""
+        each = self.shape[-1] // groups
+        strides = (*self.strides[:-1], each * self.strides[-1], self.strides[-1])
+        return _View((*self.shape[:-1], groups, each), strides, self.first)
+
+    def reshaped(self, shape: Sizes) -> Settle:
+        """Return a function that gives the view this shape. It copies the view if it has to."""
+        return lambda t: self.of(t).reshape(shape)
 
 
-class _Window:
-    """Views of the padded input, one chunk at a time, in a shared buffer.
+def _part(strides: Sizes, shape: Sizes, start: Sizes) -> _View:
+    """Return a part of a tensor ``[samples, channels, *spatial]``, with the channels last."""
+    strides, shape, start = ((n, *rest, c) for n, c, *rest in (strides, shape, start))
+    return _View(shape, strides, sum(a * b for a, b in zip(start, strides, strict=True)))
 
-    The axes are ``[samples, *spatial, channels]`` in either memory layout.
+
+class _Columns:
+    """The columns of a chunk ``[samples, *out, *kernel, channels]``, and how they are copied.
+
+    Args:
+        strides: Those of the tensor that the columns are taken from.
     """
 
-    def __init__(self, g: Geometry, x: torch.Tensor) -> None:
-        self.g = g
-        self.x = x.movedim(1, -1)
-        self.buffer: torch.Tensor | None = None
-
-    def padded(self, chunk: _Chunk) -> torch.Tensor:
-        """Return the input rows that the kernel reads for this chunk, with their padding."""
-        g = self.g
+    def __init__(self, g: Geometry, strides: Sizes, chunk: _Chunk) -> None:
+        num, channels = chunk.num_samples, g.in_channels
         first = chunk.rows.start * g.stride[0]
         seen = (chunk.num_rows - 1) * g.stride[0] + (g.kernel[0] - 1) * g.dilation[0] + 1
-        if not any(g.padding):
-            return self.x[chunk.samples, first : first + seen]
-        shape = (chunk.num_samples, seen, *g.padded_size[1:], g.in_channels)
-        buffer, is_new = self.take(shape)
-        low = first - g.padding[0]  # in rows of the unpadded input
-        top, bottom = max(low, 0), min(low + seen, g.in_size[0])
-        if not is_new and (top > low or bottom < low + seen):
-            buffer.zero_()
-        if bottom > top:
-            place = (slice(None), slice(top - low, bottom - low), *g.unpadded_slices[1:])
-            buffer[place] = self.x[chunk.samples, top:bottom]
-        return buffer
-
-    def take(self, shape: tuple[int, ...]) -> tuple[torch.Tensor, bool]:
-        """Return the buffer, and whether it is new because the shape is different."""
-        is_new = self.buffer is None or tuple(self.buffer.shape) != shape
-        if is_new and self.g.is_channels_last:
-            self.buffer = self.x.new_zeros(shape)
-        elif is_new:
-            self.buffer = self.x.new_zeros((shape[0], shape[-1], *shape[1:-1])).movedim(1, -1)
-        assert self.buffer is not None
-        return self.buffer, is_new
-
-    def columns(self, chunk: _Chunk) -> torch.Tensor:
-        """Return a view ``[samples, *out, *kernel, channels]``. Nothing is copied here."""
-        g, seen = self.g, self.padded(chunk)
-        strides = seen.stride()
-        outer = [step * stride for step, stride in zip(strides[1:-1], g.stride, strict=True)]
-        taps = [step * dilation for step, dilation in zip(strides[1:-1], g.dilation, strict=True)]
-        size = (chunk.num_samples, chunk.num_rows, *g.out_size[1:], *g.kernel, g.in_channels)
-        return seen.as_strided(
-            size, (strides[0], *outer, *taps, strides[-1]), seen.storage_offset()
+        self._num_padded, self._pair = 0, None
+        start = (chunk.samples.start, 0, first, *(0 for _ in g.kernel[1:]))
+        whole = _part(strides, (num, channels, seen, *g.padded_size[1:]), start)
+        if any(g.padding):
+            low = first - g.padding[0]  # in rows of the unpadded input
+            top = max(low, 0)
+            size = (max(0, min(low + seen, g.in_size[0]) - top), *g.in_size[1:])
+            shape = (num, channels, *size)
+            source = _part(strides, shape, (chunk.samples.start, 0, top, *start[3:]))
+            padded = (seen, *g.padded_size[1:])
+            own = replace(g, batch=num).strides(channels, padded)
+            whole = _part(own, (num, channels, *padded), (0, 0, *(0 for _ in padded)))
+            inner = _part(own, shape, (0, 0, top - low, *g.padding[1:]))
+            self._num_padded, self._pair = num * channels * prod(padded), (inner, source)
+        axes = whole.strides
+        outer = [step * stride for step, stride in zip(axes[1:-1], g.stride, strict=True)]
+        taps = [step * dilation for step, dilation in zip(axes[1:-1], g.dilation, strict=True)]
+        self.view = _View(
+            (num, chunk.num_rows, *g.out_size[1:], *g.kernel, channels),
+            (axes[0], *outer, *taps, axes[-1]),
+            whole.first,
         )
 
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a padded copy of the part of ``x`` that the columns need."""
+        assert self._pair is not None
+        inner, source = self._pair
+        padded = x.new_zeros(self._num_padded)
+        inner.of(padded).copy_(source.of(x))
+        return padded
 
-# -- forward ---------------------------------------------------------------------------------------
+    def matrix(self, view: _View, shape: Sizes) -> Settle:
+        """Return a function that copies a rearranged view of the columns of ``x`` to a matrix."""
+        copy = view.reshaped(shape)
+        return copy if self._pair is None else lambda x: copy(self._pad(x))
 
 
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+# -- forward and input gradient --------------------------------------------------------------------
+
+
+def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
     """Compute ``y`` as ``[batch, out_channels, *out_size]``, in the geometry's memory layout."""
-    if g.is_channels_last and (g.groups == 1 or x.is_cuda):
-        return _forward_last(g, x, w, cap_bytes)
-    return _forward_first(g, x, w, cap_bytes)
+    depth, is_last = g.num_taps * g.group_in, _is_last(g, x)
+    shape = (g.groups, depth, g.group_out) if is_last else (g.groups, g.group_out, depth)
+    strides = (depth * g.group_out, *((1, depth) if is_last else (depth, 1)))
+
+    def settle(w: torch.Tensor) -> torch.Tensor:
+        dense = (w.movedim(1, -1) if is_last else w).contiguous()
+        return dense.as_strided(shape, strides)
+
+    return _prepare(g, x, cap_bytes, settle)
 
 
-def _forward_last(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``[positions, taps * C] @ [taps * C, O]`` in channels_last, all groups together."""
-    depth = g.num_taps * g.group_in
-    # [O, C/g, *kernel] -> [g, taps * C/g, O/g]
-    kernels = w.reshape(g.groups, g.group_out, g.group_in, g.num_taps).permute(0, 3, 2, 1)
-    kernels = kernels.reshape(g.groups, depth, g.group_out)
-    y = x.new_empty((g.batch, *g.out_size, g.out_channels))
-    window, buffer = _Window(g, x), None
-    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
-        num = chunk.num_samples * chunk.num_rows * prod(g.out_size[1:])
-        buffer = _fitting(buffer, x, num * depth * g.groups)
-        cells = buffer[: num * depth * g.groups]
-        _fill_last(g, cells, window.columns(chunk))
-        part = y[chunk.samples, chunk.rows]
-        if g.groups == 1:
-            torch.mm(cells.view(num, depth), kernels[0], out=part.view(num, g.out_channels))
-        else:
-            products = torch.bmm(cells.view(g.groups, num, depth), kernels)
-            part.view(num, g.groups, g.group_out).copy_(products.transpose(0, 1))
-    return y.movedim(-1, 1)
-
-
-def _fill_last(g: Geometry, cells: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy a view of columns into the buffer, as ``[groups, positions, taps, C/groups]``."""
-    places, taps = columns.shape[: g.num_dims + 1], columns.shape[g.num_dims + 1 : -1]
-    grouped = columns.view(*columns.shape[:-1], g.groups, g.group_in)
-    last = grouped.dim() - 1
-    order = (last - 1, *range(last - 1), last)
-    cells.view(g.groups, *places, *taps, g.group_in).copy_(grouped.permute(order))
-
-
-def _forward_first(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``[O, C * taps] @ [C * taps, positions]`` in contiguous layout, for each sample."""
-    depth = g.group_in * g.num_taps
-    kernels = w.reshape(g.groups, g.group_out, depth)
-    y = x.new_empty((g.batch, g.out_channels, *g.out_size))
-    window, buffer = _Window(g, x), None
-    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
-        num, places = chunk.num_samples, chunk.num_rows * prod(g.out_size[1:])
-        buffer = _fitting(buffer, x, num * places * depth * g.groups)
-        cells = buffer[: num * places * depth * g.groups]
-        _fill_first(g, cells, window.columns(chunk), is_grouped=g.groups > 1)
-        part = y[chunk.samples, :, chunk.rows]
-        if g.groups == 1:
-            columns = cells.view(num, depth, places)
-            if part.is_contiguous():
-                out = part.view(num, g.out_channels, places)
-                torch.bmm(kernels.expand(num, -1, -1), columns, out=out)
-            else:  # some rows of one sample
-                part.copy_(torch.bmm(kernels.expand(num, -1, -1), columns).view(part.shape))
-        else:
-            products = torch.bmm(kernels, cells.view(g.groups, depth, num * places))
-            products = products.view(g.out_channels, num, *part.shape[2:])
-            part.copy_(products.transpose(0, 1))
-    return y
-
-
-def _fill_first(
-    g: Geometry, cells: torch.Tensor, columns: torch.Tensor, *, is_grouped: bool
-) -> None:
-    """Copy into ``[groups, C/groups, taps, samples, positions]``.
-
-    Without ``is_grouped`` the samples come first.
-    """
-    n = g.num_dims
-    taps, places = tuple(range(n + 1, 2 * n + 1)), tuple(range(1, n + 1))
-    order = (2 * n + 1, *taps, 0, *places) if is_grouped else (0, 2 * n + 1, *taps, *places)
-    view = columns.permute(order)
-    cells.view(view.shape).copy_(view)
-
-
-def _fitting(buffer: torch.Tensor | None, x: torch.Tensor, num: int) -> torch.Tensor:
-    return x.new_empty(num) if buffer is None or buffer.numel() < num else buffer
-
-
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_input_gradient(
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
     """Compute ``dx`` of a convolution with stride 1: ``dy`` convolved with the taps in reverse."""
-    back = turned(g)
-    for axis, missing in enumerate(back.padding, 2):
-        if missing < 0:  # the outermost positions of dy saw padding only
-            dy = dy.narrow(axis, -missing, dy.shape[axis] + 2 * missing)
+    back, is_last = turned(g), _is_last(g, dy)
+    shape = (g.groups, g.group_out, g.group_in, *g.kernel)
+    taps = (*range(3, g.num_dims + 3),)
+    order = (0, *taps, 1, 2) if is_last else (0, 2, 1, *taps)
+    depth = g.num_taps * g.group_out
+    matrix = (g.groups, depth, g.group_in) if is_last else (g.groups, g.group_in, depth)
+    # A negative padding means that the outermost positions of dy saw padding only.
+    cuts = [(axis, -p) for axis, p in enumerate(back.padding, 2) if p < 0]
+
+    def cut(dy: torch.Tensor) -> torch.Tensor:
+        for axis, num in cuts:
+            dy = dy.narrow(axis, num, dy.shape[axis] - 2 * num)
+        return dy
+
+    def settle(w: torch.Tensor) -> torch.Tensor:
+        return w.reshape(shape).flip(taps).permute(order).reshape(matrix)
+
+    inside = cut(dy)
     padding = tuple(max(0, p) for p in back.padding)
-    grouped = w.reshape(g.groups, g.group_out, g.group_in, *g.kernel).transpose(1, 2)
-    taps = grouped.flip([*range(3, g.num_dims + 3)])
-    taps = taps.reshape(g.in_channels, g.group_out, *g.kernel)
-    return forward(replace(back, in_size=tuple(dy.shape[2:]), padding=padding), dy, taps, cap_bytes)
+    back = replace(back, in_size=tuple(inside.shape[2:]), padding=padding)
+    run = _prepare(back, inside, cap_bytes, settle)
+    return (lambda dy, w: run(cut(dy), w)) if cuts else run
+
+
+def _is_last(g: Geometry, x: torch.Tensor) -> bool:
+    """Return True if the columns are copied with the channels innermost."""
+    return g.is_channels_last and (g.groups == 1 or x.is_cuda)
+
+
+def _prepare(g: Geometry, x: torch.Tensor, cap_bytes: int, settle: Settle) -> Prepared:
+    """Multiply the columns of ``x`` by the matrices that ``settle`` makes of the weights.
+
+    These are ``[groups, depth, O/groups]`` with the channels innermost, and else ``[groups,
+    O/groups, depth]``. In contiguous layout one group is multiplied sample by sample.
+    """
+    is_last, is_grouped, n = _is_last(g, x), g.groups > 1, g.num_dims
+    spatial, taps = (*range(1, n + 1),), (*range(n + 1, 2 * n + 1),)
+    strides = g.strides(g.out_channels, g.out_size)
+    make = empty(g, g.out_channels, g.out_size, x.dtype)
+    depth = g.num_taps * g.group_in
+    steps = []
+    for chunk in _chunks(g, cap_bytes, x.element_size()):
+        columns = _Columns(g, x.stride(), chunk)
+        num, places = chunk.num_samples, chunk.num_rows * prod(g.out_size[1:])
+        shape: Sizes
+        view, channel = columns.view.grouped(g.groups), 2 * n + 2
+        result = _outputs(g, strides, chunk).grouped(g.groups)
+        if is_last:
+            view = view.in_order(channel - 1, 0, *spatial, *taps, channel)
+            result, shape = result.in_order(n + 1, 0, *spatial, n + 2), (-1, num * places, depth)
+        elif is_grouped:
+            view = view.in_order(channel - 1, channel, *taps, 0, *spatial)
+            result, shape = result.in_order(n + 1, n + 2, 0, *spatial), (-1, depth, num * places)
+        else:
+            view = view.in_order(0, channel, *taps, *spatial)
+            result, shape = result.in_order(0, n + 2, *spatial), (num, depth, places)
+        steps.append((columns.matrix(view, shape), result))
+    is_whole = len(steps) == 1 and not is_grouped
+
+    def multiply(copy: Settle, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        cells = copy(x)
+        if is_last:
+            return torch.bmm(cells, weights) if is_grouped else torch.mm(cells[0], weights[0])
+        return torch.bmm(weights if is_grouped else weights.expand(len(cells), -1, -1), cells)
+
+    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        weights = settle(w)
+        if is_whole:
+            y = multiply(steps[0][0], x, weights)
+            return y.as_strided((g.batch, g.out_channels, *g.out_size), strides)
+        y = make(x)
+        for copy, place in steps:
+            place.of(y).copy_(multiply(copy, x, weights).view(place.shape))
+        return y
+
+    return run
+
+
+def _outputs(g: Geometry, strides: Sizes, chunk: _Chunk) -> _View:
+    """Return the part of ``y`` or ``dy`` that belongs to a chunk, with the channels last."""
+    shape = (chunk.num_samples, g.out_channels, chunk.num_rows, *g.out_size[1:])
+    return _part(
+        strides, shape, (chunk.samples.start, 0, chunk.rows.start, *(0,) * (g.num_dims - 1))
+    )
 
 
 # -- weight gradient -------------------------------------------------------------------------------
 
 
-def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
+def prepare_weight_gradient(
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+) -> Prepared:
     """Compute ``dw`` as ``[O, C/groups, *kernel]``, never holding all columns in memory.
 
     Copies follow the memory layout: runs of channels in channels_last, runs of positions otherwise.
     In the second case the samples are multiplied one by one if that takes less memory than a copy
     of ``dy``, which is then read in place. The sums are shorter too, and rounded less.
     """
-    dw: torch.Tensor | None = None
-    is_last = g.is_channels_last and g.groups == 1
+    is_last, n = g.is_channels_last and g.groups == 1, g.num_dims
     by_sample = not is_last and g.group_out <= g.num_positions
-    window, buffer = _Window(g, x), None
-    for chunk in _chunks(g, cap_bytes, _row_bytes(g, x.element_size())):
-        places = chunk.num_rows * prod(g.out_size[1:])
-        num_cells = chunk.num_samples * places * g.num_taps * g.in_channels
-        buffer = _fitting(buffer, x, num_cells)
-        cells, errors = buffer[:num_cells], dy[chunk.samples, :, chunk.rows]
-        num = places if by_sample else chunk.num_samples * places
-        if is_last:
-            _fill_last(g, cells, window.columns(chunk))
-            matrix = cells.view(1, num, -1).transpose(1, 2)
-            errors = errors.movedim(1, -1).reshape(1, num, g.out_channels)
-        else:
-            _fill_first(g, cells, window.columns(chunk), is_grouped=not by_sample)
-            errors = errors if by_sample else errors.transpose(0, 1)
-            errors = errors.reshape(-1, g.group_out, num).transpose(1, 2)
-            matrix = cells.view(len(errors), -1, num)
-        part = torch.bmm(matrix, errors)
-        if by_sample:
-            part = part.view(chunk.num_samples, g.groups, *part.shape[1:])
-            part = part[0] if len(part) == 1 else part.sum(0, dtype=sum_dtype(x))
-        dw = part.to(sum_dtype(x)) if dw is None else dw.add_(part)
-    assert dw is not None
-    return _shape_weights(g, dw, is_last=is_last).to(x.dtype)
+    spatial, taps = (*range(1, n + 1),), (*range(n + 1, 2 * n + 1),)
+    steps = []
+    for chunk in _chunks(g, cap_bytes, x.element_size()):
+        columns = _Columns(g, x.stride(), chunk)
+        num, places = chunk.num_samples, chunk.num_rows * prod(g.out_size[1:])
+        shape: Sizes
+        view, errors = columns.view, _outputs(g, dy.stride(), chunk)
+        if is_last:  # [1, positions, taps * C], and for dy [1, positions, O]
+            shape = (1, num * places, -1)
+        elif by_sample:  # [samples * groups, C/groups * taps, positions]
+            view = view.in_order(0, 2 * n + 1, *taps, *spatial)
+            errors, shape = errors.in_order(0, n + 1, *spatial), (num * g.groups, -1, places)
+        else:  # [groups, C/groups * taps, samples * positions]
+            view = view.in_order(2 * n + 1, *taps, 0, *spatial)
+            errors, shape = errors.in_order(n + 1, 0, *spatial), (g.groups, -1, num * places)
+        steps.append((columns.matrix(view, shape), errors.reshaped(shape)))
+    sums, dtype = sum_dtype(x), x.dtype
+    result = replace(g, is_channels_last=is_last).strides(g.group_in, g.kernel)
 
+    def multiply(copy: Settle, settle: Settle, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        cells, outs = copy(x), settle(dy)
+        pair = (outs.transpose(1, 2), cells) if is_last else (outs, cells.transpose(1, 2))
+        part = torch.bmm(*pair)
+        if by_sample and len(part) > g.groups:
+            return part.view(-1, g.groups, *part.shape[1:]).sum(0, dtype=sums)
+        return part
 
-def _shape_weights(g: Geometry, dw: torch.Tensor, *, is_last: bool) -> torch.Tensor:
-    """Reshape ``[groups, depth, O/groups]`` to ``[O, C/groups, *kernel]``.
+    def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+        first, *others = steps
+        dw = multiply(*first, x, dy).to(sums)
+        for step in others:
+            dw.add_(multiply(*step, x, dy))
+        return dw.to(dtype).as_strided((g.out_channels, g.group_in, *g.kernel), result)
 
-    With ``is_last``, the depth is ordered by tap, then by channel.
-    """
-    if is_last:
-        parts = dw.view(g.groups, g.num_taps, g.group_in, g.group_out).permute(0, 3, 2, 1)
-    else:
-        parts = dw.view(g.groups, g.group_in, g.num_taps, g.group_out).permute(0, 3, 1, 2)
-    return parts.reshape(g.out_channels, g.group_in, *g.kernel)
+    return run
 
 
 # -- columns written by one kernel, in Triton ------------------------------------------------------
@@ -309,7 +349,9 @@ def can_triton(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
     )
 
 
-def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
+def prepare_gathered_forward(
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int
+) -> Prepared:
     """Compute ``[positions, taps * C] @ [taps * C, O]``."""
     depth = g.num_taps * g.in_channels
     is_last = w.movedim(1, -1).is_contiguous()
@@ -331,7 +373,7 @@ def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: in
     return run
 
 
-def prepare_weight_gradient(
+def prepare_gathered_weight_gradient(
     g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
 ) -> Prepared:
     """Compute ``[O, positions] @ [positions, taps * C]``. Chunks are added in float32."""

@@ -141,7 +141,7 @@ def prepare_weight_gradient(
     if not is_last:
         by_sample_bytes = g.batch * depth * outputs * x.element_size()
         if max(depth, outputs) > num or by_sample_bytes > cap_bytes:
-            return lambda x, dy: im2col.weight_gradient(g, x, dy, cap_bytes)
+            return im2col.prepare_weight_gradient(g, x, dy, cap_bytes)
     shape, strides = (outputs, g.in_channels, *g.kernel), g.strides(g.in_channels, g.kernel)
     settle, settle_error = _settle(g, x), dense(g, dy, outputs, g.out_size)
     rows: tuple[Sizes, Sizes]

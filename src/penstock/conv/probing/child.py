@@ -159,10 +159,10 @@ def _reference(
     y: torch.Tensor,
 ) -> torch.Tensor:
     if step.which == "weight gradient":
-        return im2col.weight_gradient(g, x, y, CAP_BYTES)
+        return im2col.prepare_weight_gradient(g, x, y, CAP_BYTES)(x, y)
     if (step.which == "forward") != is_transposed:
-        return im2col.forward(g, x, w, CAP_BYTES)
-    return col2im.input_gradient(g, y, w, CAP_BYTES)
+        return im2col.prepare_forward(g, x, w, CAP_BYTES)(x, w)
+    return col2im.prepare_input_gradient(g, y, w, CAP_BYTES)(y, w)
 
 
 def _placed(step: ProbeStep, device: str, t: torch.Tensor) -> torch.Tensor:
