@@ -75,6 +75,23 @@ def test_input_that_nobody_reads_holds_nobody_up() -> None:
         assert child.finish(LIMIT_S, keep_bytes=100) == (0, f"done{os.linesep}")
 
 
+ECHO = "import sys\nfor line in sys.stdin: print(line.strip() * 2, flush=True)"
+
+
+def test_lines_can_be_written_one_after_the_other() -> None:
+    with start(ECHO, send=None) as child:
+        for line in (b"ab", b"cd"):
+            child.write(line + b"\n")
+            assert child.read_line(LIMIT_S) == (line * 2).decode()
+
+
+def test_writing_to_a_child_that_has_exited_is_an_os_error() -> None:
+    with start("", send=None) as child:
+        assert child.wait(LIMIT_S) == 0
+        with pytest.raises(OSError, match=r".+"):
+            child.write(b"x" * (1 << 20))  # more than fits in a pipe
+
+
 def test_a_flood_is_cut_to_its_end_and_to_its_time() -> None:
     code = "import itertools\nfor n in itertools.count(): print(n)"
     with start(code) as child:
