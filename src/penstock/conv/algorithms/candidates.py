@@ -139,9 +139,8 @@ def _passes(module: Any, prefix: str = "prepare_") -> dict[Pass, Any]:
 
 _COLUMNS: dict[Pass, Prepare] = _passes(im2col)
 _GATHERED: dict[Pass, Prepare] = _passes(im2col, "prepare_gathered_")
-_WINOGRAD: dict[Pass, Run] = _passes(winograd, "")
 _SHIFTS: dict[Pass, Run] = _passes(depthwise, "")
-_PATCHES, _WINOGRAD_TRITON, _IMPLICIT, _DEPTHWISE_TRITON = map(
+_PATCHES, _WINOGRAD, _IMPLICIT, _DEPTHWISE_TRITON = map(
     _passes, (patches, winograd, implicit_gemm, depthwise)
 )
 
@@ -152,9 +151,10 @@ def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool)
         return []
     if not (winograd.can_input_gradient if which == INPUT_GRADIENT else winograd.can)(g):
         return []
-    found = [Candidate("winograd", unprepared(_WINOGRAD[which]))]
+    found = [Candidate("winograd", _WINOGRAD[which])]
     if has_triton and winograd.can_triton(g, dtype):
-        found.insert(0, Candidate("winograd, fused", _WINOGRAD_TRITON[which], needs_triton=True))
+        run = partial(_WINOGRAD[which], by=winograd.FUSED)
+        found.insert(0, Candidate("winograd, fused", run, needs_triton=True))
     return found
 
 

@@ -13,13 +13,14 @@ the sum of absolute products ``|x| * |w|`` at the same position, the result is o
 eps. Tests check this against float64. The largest error seen was 81 eps, for a weight gradient
 over 20 positions.
 
-Memory in addition to inputs and results, in elements: ``36 * P * (2C + O)`` for the ``P`` tiles of
-a chunk of samples. Tiles have 2.25 times as many elements as positions. The chunk size is chosen
-so that this stays under the cap, or is one sample. The weights take ``36 * C * O``.
+The transforms are matrix products (:data:`BY_PRODUCTS`), or Triton kernels for float32
+(:data:`FUSED`). Those read and write each value once: a tile is not stored before it is
+transformed.
 
-The ``prepare_*`` passes are F(4x4) in float32, with transforms in Triton and the same error bound.
-These transforms read and write each value once: a tile is not stored before it is transformed.
-Memory: ``36 * P * (C + O)`` for the tiles of a chunk, and ``36 * C * O`` for the weights.
+Memory in addition to inputs and results, in elements: ``36 * P * 2 * (C + O)`` for the ``P`` tiles
+of a chunk of samples, and half of it in Triton. Tiles have 2.25 times as many elements as
+positions. The chunk size is chosen so that this stays under the cap, or is one sample. The weights
+take ``36 * C * O``.
 
 Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
@@ -27,13 +28,12 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from penstock.conv.algorithms.implicit_gemm import Strides
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch
 from penstock.conv.geometry import Geometry, Prepared, empty, samples_under, turned
@@ -83,105 +83,6 @@ def _matrix(rows: Matrix, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.kron(one, one).to(device=device, dtype=dtype)
 
 
-def _transform(rows: Matrix, values: torch.Tensor) -> torch.Tensor:
-    """Multiply ``values``, with the positions of a tile outermost, by the matrix of ``rows``."""
-    return torch.mm(
-        _matrix(rows, values.dtype, values.device), values.reshape(len(rows[0]) ** 2, -1)
-    )
-
-
-def transform_weights(w: torch.Tensor, *, is_turned: bool = False) -> torch.Tensor:
-    """Return ``U`` as ``[36, O, C]``. ``is_turned`` reverses the taps."""
-    rows = tuple(row[::-1] for row in WEIGHTS) if is_turned else WEIGHTS
-    return _transform(rows, w.reshape(-1, 9).t()).view(36, w.shape[0], w.shape[1])
-
-
-def forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _forward(g, x, transform_weights(w), cap_bytes)
-
-
-def _forward(g: Geometry, x: torch.Tensor, u: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    high, wide = _tiles(g)
-    cells = 36 * high * wide * (2 * g.in_channels + g.out_channels)
-    step = samples_under(cap_bytes, cells * x.element_size(), g.batch)
-    if step == g.batch:
-        return _chunk(g, x, u)
-    y = empty(g, g.out_channels, g.out_size, x.dtype)(x)
-    for start in range(0, g.batch, step):
-        y[start : start + step] = _chunk(g, x[start : start + step], u)
-    return y
-
-
-def _chunk(g: Geometry, x: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    num, (high, wide) = x.shape[0], _tiles(g)
-    v = _transform_input(g, x)
-    if g.is_channels_last:
-        products = torch.bmm(v.view(36, -1, g.in_channels), u.transpose(1, 2))
-        back = _transform(OUTPUT, products).view(4, 4, num, high, wide, g.out_channels)
-        shaped = back.permute(2, 5, 3, 0, 4, 1)
-    else:
-        products = torch.bmm(u, v.view(36, g.in_channels, -1))
-        back = _transform(OUTPUT, products).view(4, 4, g.out_channels, num, high, wide)
-        shaped = back.permute(3, 2, 4, 0, 5, 1)
-    whole = shaped.reshape(num, g.out_channels, high * 4, wide * 4)
-    return whole[:, :, : g.out_size[0], : g.out_size[1]]
-
-
-def _transform_input(g: Geometry, x: torch.Tensor) -> torch.Tensor:
-    """Return ``V`` as ``[36, channels and tiles]``, in the order of the memory layout."""
-    (high, wide), (top, left) = _tiles(g), g.padding
-    bottom = high * 4 + 2 - g.in_size[0] - top
-    right = wide * 4 + 2 - g.in_size[1] - left
-    padded = torch.nn.functional.pad(x, (left, right, top, bottom))
-    n, c, h, v = padded.stride()
-    if g.is_channels_last:
-        size = (6, 6, x.shape[0], high, wide, g.in_channels)
-        seen = padded.as_strided(size, (h, v, n, 4 * h, 4 * v, c))
-    else:
-        size = (6, 6, g.in_channels, x.shape[0], high, wide)
-        seen = padded.as_strided(size, (h, v, c, n, 4 * h, 4 * v))
-    return _transform(INPUT, seen)
-
-
-def weight_gradient(g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dw`` with the transposed transforms and a product over the tiles.
-
-    The error has the same bound, relative to ``|x| * |dy|`` summed over all positions.
-    """
-    high, wide = _tiles(g)
-    cells = 36 * high * wide * 2 * (g.in_channels + g.out_channels)
-    step = samples_under(cap_bytes, cells * x.element_size(), g.batch)
-    total: torch.Tensor | None = None
-    spread, gather = (tuple(zip(*rows, strict=True)) for rows in (OUTPUT, WEIGHTS))
-    for start in range(0, g.batch, step):
-        v = _transform_input(g, x[start : start + step])
-        e = _transform(spread, _tiles_of(g, dy[start : start + step]))
-        if g.is_channels_last:
-            v, e = v.view(36, -1, g.in_channels).transpose(1, 2), e.view(36, -1, g.out_channels)
-        else:
-            v, e = v.view(36, g.in_channels, -1), e.view(36, g.out_channels, -1).transpose(1, 2)
-        total = torch.bmm(v, e) if total is None else total.baddbmm_(v, e)
-    assert total is not None
-    dw = _transform(gather, total).view(3, 3, g.in_channels, g.out_channels)
-    return dw.permute(3, 2, 0, 1)
-
-
-def _tiles_of(g: Geometry, dy: torch.Tensor) -> torch.Tensor:
-    """Cut ``dy`` into tiles of 4x4 positions: ``[4, 4, channels and tiles]``."""
-    high, wide = _tiles(g)
-    bottom, right = high * 4 - g.out_size[0], wide * 4 - g.out_size[1]
-    padded = torch.nn.functional.pad(dy, (0, right, 0, bottom)) if bottom or right else dy
-    cut = padded.reshape(dy.shape[0], g.out_channels, high, 4, wide, 4)
-    return cut.permute((3, 5, 0, 2, 4, 1) if g.is_channels_last else (3, 5, 1, 0, 2, 4))
-
-
-def input_gradient(g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> torch.Tensor:
-    """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    u = transform_weights(w, is_turned=True)
-    return _forward(turned(g), dy, u.transpose(1, 2), cap_bytes)
-
-
 def _tiles(g: Geometry) -> tuple[int, int]:
     return -(-g.out_size[0] // 4), -(-g.out_size[1] // 4)
 
@@ -190,10 +91,113 @@ def can_input_gradient(g: Geometry) -> bool:
     return can(g) and all(p <= 2 for p in g.padding)
 
 
-# -- Triton ----------------------------------------------------------------------------------------
+Stage = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[torch.Tensor, torch.Tensor], None]
+"""Transforms products into their part of a result."""
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """The transforms of a chunk, each prepared for the geometry and for tensors like the given one.
+
+    Args:
+        tiles: From ``x`` (or ``dy``, if ``is_error``) to ``[36, channels, tiles]``, or
+            ``[36, tiles, channels]`` in channels_last layout.
+        weights: To ``[36, O, C]``. If ``is_turned``, the geometry computes the input gradient of
+            the convolution that the weights belong to.
+        output: The products to ``y``.
+        gather: The products of a weight gradient, ``[36, C, O]``, to ``dw``.
+        num_copies: How many times the tiles and products are held.
+    """
+
+    tiles: Callable[[Geometry, torch.Tensor, bool], Stage]
+    weights: Callable[[Geometry, torch.Tensor, bool], Stage]
+    output: Callable[[Geometry, torch.Tensor], Finish]
+    gather: Callable[[Geometry, torch.Tensor], Finish]
+    num_copies: int
+
+
+# -- transforms as matrix products -----------------------------------------------------------------
+
+
+def _tiles_by_product(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
+    (high, wide), channels = _tiles(g), g.out_channels if is_error else g.in_channels
+    rows: Matrix = tuple(zip(*OUTPUT, strict=True)) if is_error else INPUT
+    matrix, side = _matrix(rows, x.dtype, x.device), len(rows[0])
+    size, (top, left) = (g.out_size, (0, 0)) if is_error else (g.in_size, g.padding)
+    bottom = (high - 1) * 4 + side - size[0] - top
+    right = (wide - 1) * 4 + side - size[1] - left
+    pads = (left, right, top, bottom)
+    last = g.is_channels_last
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        padded = torch.constant_pad_nd(x, pads) if any(pads) else x
+        num = len(x)
+        n, c, h, v = padded.stride()
+        if last:
+            seen = padded.as_strided(
+                (side, side, num, high, wide, channels), (h, v, n, 4 * h, 4 * v, c)
+            )
+        else:
+            seen = padded.as_strided(
+                (side, side, channels, num, high, wide), (h, v, c, n, 4 * h, 4 * v)
+            )
+        tiles = torch.mm(matrix, seen.reshape(side * side, -1))
+        return tiles.view((36, -1, channels) if last else (36, channels, -1))
+
+    return run
+
+
+def _weights_by_product(g: Geometry, w: torch.Tensor, is_turned: bool) -> Stage:
+    rows = tuple(row[::-1] for row in WEIGHTS) if is_turned else WEIGHTS
+    matrix, shape = _matrix(rows, w.dtype, w.device), (36, *w.shape[:2])
+
+    def run(w: torch.Tensor) -> torch.Tensor:
+        u = torch.mm(matrix, w.reshape(-1, 9).t()).view(shape)
+        return u.transpose(1, 2) if is_turned else u
+
+    return run
+
+
+def _output_by_product(g: Geometry, x: torch.Tensor) -> Finish:
+    matrix, (high, wide) = _matrix(OUTPUT, x.dtype, x.device), _tiles(g)
+    n, c, h, v = g.strides(g.out_channels, g.out_size)
+    axes = [(4, h), (4, v), (g.out_channels, c), (g.batch, n), (high, 4 * h), (wide, 4 * v)]
+    order = (3, 2, 4, 0, 5, 1)  # from these axes to those of y
+    if g.is_channels_last:
+        axes = [*axes[:2], *axes[3:], axes[2]]
+        order = (2, 5, 3, 0, 4, 1)
+    size, strides = (tuple(one) for one in zip(*axes, strict=True))
+    whole = (g.batch, g.out_channels, high * 4, wide * 4)
+
+    def run(products: torch.Tensor, y: torch.Tensor) -> None:
+        back = torch.mm(matrix, products.view(36, -1)).view(size)
+        if whole[2:] == g.out_size:
+            y.as_strided(size, strides).copy_(back)
+        else:
+            y.copy_(back.permute(order).reshape(whole)[:, :, : g.out_size[0], : g.out_size[1]])
+
+    return run
+
+
+def _gather_by_product(g: Geometry, x: torch.Tensor) -> Finish:
+    matrix = _matrix(tuple(zip(*WEIGHTS, strict=True)), x.dtype, x.device)
+    shape = (3, 3, g.in_channels, g.out_channels)
+
+    def run(total: torch.Tensor, dw: torch.Tensor) -> None:
+        dw.copy_(torch.mm(matrix, total.view(36, -1)).view(shape).permute(3, 2, 0, 1))
+
+    return run
+
+
+BY_PRODUCTS = Transforms(
+    _tiles_by_product, _weights_by_product, _output_by_product, _gather_by_product, num_copies=2
+)
+
+
+# -- transforms in Triton --------------------------------------------------------------------------
 
 BLOCK = 128
-Stage = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _kernels() -> Any:
@@ -207,26 +211,18 @@ def can_triton(g: Geometry, dtype: torch.dtype) -> bool:
     return can_input_gradient(g) and dtype == torch.float32 and can_gather(g, dtype)
 
 
-def _step(g: Geometry, cap_bytes: int) -> int:
-    high, wide = _tiles(g)
-    sample_bytes = 36 * high * wide * (g.in_channels + g.out_channels) * 4
-    most = (1 << 31) // (high * wide * max(g.in_channels, g.out_channels))
-    return max(1, min(g.batch, cap_bytes // sample_bytes, most))
-
-
 def _launch(kernel: Any, num: int, *numbers: int, **constants: bool) -> Launch:
     """Return a launch with one lane for each of ``num`` pairs of tile and channel."""
     return Launch(kernel, (-(-num // BLOCK),), (num, *numbers), {**constants, "BLOCK": BLOCK})
 
 
-def _prepare_tiles(g: Geometry, channels: int, strides: Strides, *, is_error: bool) -> Stage:
-    """Return the transform to ``[36, channels, tiles]``, or ``[36, tiles, channels]`` if last."""
-    high, wide = _tiles(g)
+def _tiles_fused(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
+    (high, wide), channels = _tiles(g), g.out_channels if is_error else g.in_channels
     tiles = g.batch * high * wide
     shape = (36, tiles, channels) if g.is_channels_last else (36, channels, tiles)
     kernel = _kernels().transform_error if is_error else _kernels().transform_input
     size = g.out_size if is_error else (*g.in_size, *g.padding)
-    numbers = (channels, tiles, high, wide, *size, *strides)
+    numbers = (channels, tiles, high, wide, *size, *x.stride())
     launch = _launch(kernel, tiles * channels, *numbers, IS_LAST=g.is_channels_last)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -237,13 +233,8 @@ def _prepare_tiles(g: Geometry, channels: int, strides: Strides, *, is_error: bo
     return run
 
 
-def _prepare_weights(g: Geometry, strides: Strides, *, is_turned: bool) -> Stage:
-    """Return the transform of the weights to ``[36, O, C]``.
-
-    Args:
-        is_turned: ``g`` computes the input gradient of the convolution that the weights belong to.
-    """
-    output, channel, row, column = strides
+def _weights_fused(g: Geometry, w: torch.Tensor, is_turned: bool) -> Stage:
+    output, channel, row, column = w.stride()
     first = 0
     if is_turned:
         output, channel, row, column = channel, output, -row, -column
@@ -261,8 +252,7 @@ def _prepare_weights(g: Geometry, strides: Strides, *, is_turned: bool) -> Stage
     return run
 
 
-def _prepare_output(g: Geometry) -> Launch:
-    """Return the launch that transforms the products of a chunk into its part of ``y``."""
+def _output_fused(g: Geometry, x: torch.Tensor) -> Finish:
     high, wide = _tiles(g)
     tiles = g.batch * high * wide
     strides = g.strides(g.out_channels, g.out_size)
@@ -271,26 +261,37 @@ def _prepare_output(g: Geometry) -> Launch:
     return _launch(_kernels().transform_output, num, *numbers, IS_LAST=g.is_channels_last)
 
 
-def _chunks(g: Geometry, step: int) -> Iterator[tuple[slice, Geometry]]:
-    """Yield chunks of samples, each with the geometry of its convolution."""
-    for start in range(0, g.batch, step):
-        stop = min(start + step, g.batch)
-        yield slice(start, stop), replace(g, batch=stop - start)
+def _gather_fused(g: Geometry, x: torch.Tensor) -> Finish:
+    strides = g.strides(g.in_channels, g.kernel)
+    num = g.in_channels * g.out_channels
+    return _launch(_kernels().gather_weights, num, g.out_channels, *strides)
+
+
+FUSED = Transforms(_tiles_fused, _weights_fused, _output_fused, _gather_fused, num_copies=1)
+
+
+# -- the passes ------------------------------------------------------------------------------------
+
+
+def _chunks(g: Geometry, x: torch.Tensor, cap: int, by: Transforms) -> list[tuple[slice, Geometry]]:
+    """Return chunks of samples under the cap, each with the geometry of its convolution."""
+    high, wide = _tiles(g)
+    cells = 36 * high * wide * (g.in_channels + g.out_channels) * by.num_copies
+    most = (1 << 31) // (high * wide * max(g.in_channels, g.out_channels))
+    step = min(samples_under(cap, cells * x.element_size(), g.batch), max(1, most))
+    starts = range(0, g.batch, step)
+    ranges = [slice(start, min(start + step, g.batch)) for start in starts]
+    return [(samples, replace(g, batch=samples.stop - samples.start)) for samples in ranges]
 
 
 def _prepare(
-    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, *, is_turned: bool
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms, is_turned: bool
 ) -> Prepared:
-    step, strides = _step(g, cap_bytes), x.stride()
-    weights = _prepare_weights(g, w.stride(), is_turned=is_turned)
-    make = empty(g, g.out_channels, g.out_size, torch.float32)
+    weights = by.weights(g, w, is_turned)
+    make = empty(g, g.out_channels, g.out_size, x.dtype)
     chunks = [
-        (
-            samples,
-            _prepare_tiles(part, g.in_channels, strides, is_error=False),
-            _prepare_output(part),
-        )
-        for samples, part in _chunks(g, step)
+        (samples, by.tiles(part, x, False), by.output(part, x))
+        for samples, part in _chunks(g, x, cap_bytes, by)
     ]
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -305,34 +306,33 @@ def _prepare(
     return run
 
 
-def prepare_forward(g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int) -> Prepared:
+def prepare_forward(
+    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms = BY_PRODUCTS
+) -> Prepared:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _prepare(g, x, w, cap_bytes, is_turned=False)
+    return _prepare(g, x, w, cap_bytes, by, False)
 
 
 def prepare_input_gradient(
-    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int
+    g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms = BY_PRODUCTS
 ) -> Prepared:
     """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    return _prepare(turned(g), dy, w, cap_bytes, is_turned=True)
+    return _prepare(turned(g), dy, w, cap_bytes, by, True)
 
 
 def prepare_weight_gradient(
-    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int
+    g: Geometry, x: torch.Tensor, dy: torch.Tensor, cap_bytes: int, by: Transforms = BY_PRODUCTS
 ) -> Prepared:
-    """Compute ``dw``: transform both tensors, multiply over the tiles, and transform back."""
+    """Compute ``dw``: transform both tensors, multiply over the tiles, and transform back.
+
+    The error has the same bound, relative to ``|x| * |dy|`` summed over all positions.
+    """
     chunks = [
-        (
-            samples,
-            _prepare_tiles(part, g.in_channels, x.stride(), is_error=False),
-            _prepare_tiles(part, g.out_channels, dy.stride(), is_error=True),
-        )
-        for samples, part in _chunks(g, _step(g, cap_bytes))
+        (samples, by.tiles(part, x, False), by.tiles(part, dy, True))
+        for samples, part in _chunks(g, x, cap_bytes, by)
     ]
-    make = empty(replace(g, batch=g.out_channels), g.in_channels, g.kernel, torch.float32)
-    strides = g.strides(g.in_channels, g.kernel)
-    num = g.in_channels * g.out_channels
-    gather = _launch(_kernels().gather_weights, num, g.out_channels, *strides)
+    make = empty(replace(g, batch=g.out_channels), g.in_channels, g.kernel, x.dtype)
+    gather = by.gather(g, x)
 
     def run(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor | None = None

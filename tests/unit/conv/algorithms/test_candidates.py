@@ -155,5 +155,6 @@ def test_winograd_s_transforms_undo_each_other() -> None:
     for channel in range(3):
         w[channel, channel, 1, 1] = 1
     case = conv_cases.Case(name="", channels=3, outputs=3, size=(8, 8))
-    y = winograd.forward(case.geometry(is_channels_last=False), x, w, 1 << 20)
+    g = case.geometry(is_channels_last=False)
+    y = winograd.prepare_forward(g, x, w, 1 << 20)(x, w)
     torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-12)
