@@ -122,6 +122,7 @@ def _hooks() -> Any:
 def request(job: Job) -> None:
     """Compile a kernel in a child, unless it was requested before."""
     global _num_threads
+    target = _target()
     with _lock:
         if job in _states:
             return
@@ -129,7 +130,6 @@ def request(job: Job) -> None:
         _waiting.put(job)
         if _num_threads < NUM_CHILDREN:
             _num_threads += 1
-            target = _target()
             threading.Thread(
                 target=_serve, args=(target,), name="penstock-compiler", daemon=True
             ).start()

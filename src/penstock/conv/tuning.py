@@ -3,10 +3,11 @@
 On a GPU, a shape starts with an algorithm that needs no compilation: the choice of a similar shape,
 or the first candidate. Its kernels are compiled in children, and its candidates are timed between
 the calls of the first training steps, one call at a time, and for at most :data:`SHARE` of the
-time. Nothing waits for the GPU: the time of a call is read when the shape comes up again. The
-fastest candidate is then used, and written to a file for this torch, Triton and GPU. The first one
-is used without measuring on the CPU, under ``torch.use_deterministic_algorithms``, and when the
-time budget of the process is used up. Nothing is measured while a CUDA graph is captured.
+time. The time of a call is read when the shape comes up again, so timing does not wait for the GPU.
+Only the check of torch's own kernels does. The fastest candidate is then used, and written to a
+file for this torch, Triton and GPU. The first one is used without measuring on the CPU, under
+``torch.use_deterministic_algorithms``, and when the time budget of the process is used up. Nothing
+is measured while a CUDA graph is captured.
 
 Tested by ``tests/integration/conv/test_bypass.py``.
 """
