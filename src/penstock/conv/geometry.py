@@ -34,6 +34,8 @@ Prepared = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """The same for one geometry and cap, and for two tensors with known dtype, device and strides."""
 Prepare = Callable[["Geometry", torch.Tensor, torch.Tensor, int], Prepared]
 """Prepares a pass for tensors like the given ones, which are not kept."""
+Step = Callable[[torch.Tensor], torch.Tensor]
+"""A step of a prepared algorithm, from one tensor to the next."""
 MakeResult = Callable[[torch.Tensor], torch.Tensor]
 """Allocates a result on the device of a tensor."""
 

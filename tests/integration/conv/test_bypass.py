@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -347,6 +348,27 @@ def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
         assert bypass.num_caught == NUM_LAYERS
     assert "implicit product" not in bypass.counts
     assert not triton_launch.is_available()
+
+
+def test_measuring_gets_its_share_of_the_time_and_saves_up_little() -> None:
+    from penstock.conv import tuning
+
+    tuning.forget()
+    try:
+        assert tuning.has_time()
+        tuning._charge(0.02, counts=False)  # an idle GPU
+        assert tuning.has_time()
+        started_s = time.perf_counter()
+        tuning._charge(0.012)
+        assert not tuning.has_time()
+        while not tuning.has_time():
+            time.sleep(0.01)
+            assert time.perf_counter() - started_s < 30
+        least_s = (0.012 - tuning.CREDIT_S) / tuning.SHARE
+        assert time.perf_counter() - started_s >= 0.9 * least_s
+        assert tuning._credit_s <= tuning.CREDIT_S
+    finally:
+        tuning.forget()
 
 
 # -- environment variable --------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -25,6 +24,7 @@ from penstock.conv.algorithms.triton_launch import Launch, kernels, two
 from penstock.conv.geometry import (
     Geometry,
     Prepared,
+    Step,
     empty,
     output_size,
     samples_under,
@@ -32,12 +32,13 @@ from penstock.conv.geometry import (
 )
 
 BLOCK = 256
-Fold = Callable[[torch.Tensor], torch.Tensor]
-"""Adds columns ``[samples, C * taps, positions]`` to ``[samples, C, *in_size]``."""
 
 
-def _prepare_fold(g: Geometry, dtype: torch.dtype) -> Fold:
-    """Return torch's own col2im, or additions tap by tap. Both sum in float32."""
+def _prepare_fold(g: Geometry, dtype: torch.dtype) -> Step:
+    """Return what adds columns ``[samples, C * taps, positions]`` to ``[samples, C, *in_size]``.
+
+    This is torch's own col2im, or additions tap by tap. Both sum in float32.
+    """
     whole = output_size(g.in_size, g.kernel, g.stride, g.padding, g.dilation)
     if not dtype.is_complex and g.num_dims <= 2 and g.out_size == whole:
         size, kernel, step, stride = (
@@ -68,7 +69,7 @@ def prepare_input_gradient(
     return _prepare(g, dy, cap_bytes, _prepare_fold(g, dy.dtype))
 
 
-def _prepare(g: Geometry, dy: torch.Tensor, cap_bytes: int, fold: Fold) -> Prepared:
+def _prepare(g: Geometry, dy: torch.Tensor, cap_bytes: int, fold: Step) -> Prepared:
     depth, places = g.num_taps * g.group_in, g.num_positions
     step = samples_under(cap_bytes, g.groups * depth * places * dy.element_size(), g.batch)
     make, dtype = empty(g, g.in_channels, g.in_size, dy.dtype), dy.dtype

@@ -21,7 +21,7 @@ Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -35,13 +35,12 @@ from penstock.conv.geometry import (
     Pass,
     Prepared,
     Sizes,
+    Step,
     dense,
     empty,
     sum_dtype,
     turned,
 )
-
-Settle = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class _View:
         strides = (*self.strides[:-1], each * self.strides[-1], self.strides[-1])
         return _View((*self.shape[:-1], groups, each), strides, self.first)
 
-    def reshaped(self, shape: Sizes) -> Settle:
+    def reshaped(self, shape: Sizes) -> Step:
         """Return a function that gives the view this shape. It copies the view if it has to."""
         return lambda t: self.of(t).reshape(shape)
 
@@ -164,7 +163,7 @@ class _Columns:
         inner.of(padded).copy_(source.of(x))
         return padded
 
-    def matrix(self, view: _View, shape: Sizes) -> Settle:
+    def matrix(self, view: _View, shape: Sizes) -> Step:
         """Return a function that copies a rearranged view of the columns of ``x`` to a matrix."""
         copy = view.reshaped(shape)
         return copy if self._pair is None else lambda x: copy(self._pad(x))
@@ -219,7 +218,7 @@ def _is_last(g: Geometry, x: torch.Tensor) -> bool:
     return g.is_channels_last and (g.groups == 1 or x.is_cuda)
 
 
-def _prepare(g: Geometry, x: torch.Tensor, cap_bytes: int, settle: Settle) -> Prepared:
+def _prepare(g: Geometry, x: torch.Tensor, cap_bytes: int, settle: Step) -> Prepared:
     """Multiply the columns of ``x`` by the matrices that ``settle`` makes of the weights.
 
     These are ``[groups, depth, O/groups]`` with the channels innermost, and else ``[groups,
@@ -249,7 +248,7 @@ def _prepare(g: Geometry, x: torch.Tensor, cap_bytes: int, settle: Settle) -> Pr
         steps.append((columns.matrix(view, shape), result))
     is_whole = len(steps) == 1 and not is_grouped
 
-    def multiply(copy: Settle, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def multiply(copy: Step, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         cells = copy(x)
         if is_last:
             return torch.bmm(cells, weights) if is_grouped else torch.mm(cells[0], weights[0])
@@ -309,7 +308,7 @@ def prepare_weight_gradient(
     sums, dtype = sum_dtype(x), x.dtype
     result = replace(g, is_channels_last=is_last).strides(g.group_in, g.kernel)
 
-    def multiply(copy: Settle, settle: Settle, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    def multiply(copy: Step, settle: Step, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
         cells, outs = copy(x), settle(dy)
         pair = (outs.transpose(1, 2), cells) if is_last else (outs, cells.transpose(1, 2))
         part = torch.bmm(*pair)

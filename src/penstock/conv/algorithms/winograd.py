@@ -36,7 +36,7 @@ import torch
 
 from penstock.conv.algorithms.implicit_gemm import can as can_gather
 from penstock.conv.algorithms.triton_launch import Launch
-from penstock.conv.geometry import Geometry, Prepared, empty, samples_under, turned
+from penstock.conv.geometry import Geometry, Prepared, Step, empty, samples_under, turned
 
 Matrix = tuple[tuple[float, ...], ...]
 INPUT: Matrix = (
@@ -91,7 +91,6 @@ def can_input_gradient(g: Geometry) -> bool:
     return can(g) and all(p <= 2 for p in g.padding)
 
 
-Stage = Callable[[torch.Tensor], torch.Tensor]
 Finish = Callable[[torch.Tensor, torch.Tensor], None]
 """Transforms products into their part of a result."""
 
@@ -101,8 +100,8 @@ class Transforms:
     """The transforms of a chunk, each prepared for the geometry and for tensors like the given one.
 
     Args:
-        tiles: From ``x`` (or ``dy``, if ``is_error``) to ``[36, channels, tiles]``, or
-            ``[36, tiles, channels]`` in channels_last layout.
+        tiles: From ``x`` to ``[36, C, tiles]``, or ``[36, tiles, C]`` in channels_last layout.
+        errors: From ``dy`` to the same with ``O``.
         weights: To ``[36, O, C]``. If ``is_turned``, the geometry computes the input gradient of
             the convolution that the weights belong to.
         output: The products to ``y``.
@@ -110,8 +109,9 @@ class Transforms:
         num_copies: How many times the tiles and products are held.
     """
 
-    tiles: Callable[[Geometry, torch.Tensor, bool], Stage]
-    weights: Callable[[Geometry, torch.Tensor, bool], Stage]
+    tiles: Callable[[Geometry, torch.Tensor], Step]
+    errors: Callable[[Geometry, torch.Tensor], Step]
+    weights: Callable[[Geometry, torch.Tensor, bool], Step]
     output: Callable[[Geometry, torch.Tensor], Finish]
     gather: Callable[[Geometry, torch.Tensor], Finish]
     num_copies: int
@@ -120,7 +120,7 @@ class Transforms:
 # -- transforms as matrix products -----------------------------------------------------------------
 
 
-def _tiles_by_product(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
+def _tiles_by_product(g: Geometry, x: torch.Tensor, *, is_error: bool = False) -> Step:
     (high, wide), channels = _tiles(g), g.out_channels if is_error else g.in_channels
     rows: Matrix = tuple(zip(*OUTPUT, strict=True)) if is_error else INPUT
     matrix, side = _matrix(rows, x.dtype, x.device), len(rows[0])
@@ -148,7 +148,7 @@ def _tiles_by_product(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
     return run
 
 
-def _weights_by_product(g: Geometry, w: torch.Tensor, is_turned: bool) -> Stage:
+def _weights_by_product(g: Geometry, w: torch.Tensor, is_turned: bool) -> Step:
     rows = tuple(row[::-1] for row in WEIGHTS) if is_turned else WEIGHTS
     matrix, shape = _matrix(rows, w.dtype, w.device), (36, *w.shape[:2])
 
@@ -191,7 +191,12 @@ def _gather_by_product(g: Geometry, x: torch.Tensor) -> Finish:
 
 
 BY_PRODUCTS = Transforms(
-    _tiles_by_product, _weights_by_product, _output_by_product, _gather_by_product, num_copies=2
+    tiles=_tiles_by_product,
+    errors=functools.partial(_tiles_by_product, is_error=True),
+    weights=_weights_by_product,
+    output=_output_by_product,
+    gather=_gather_by_product,
+    num_copies=2,
 )
 
 
@@ -216,7 +221,7 @@ def _launch(kernel: Any, num: int, *numbers: int, **constants: bool) -> Launch:
     return Launch(kernel, (-(-num // BLOCK),), (num, *numbers), {**constants, "BLOCK": BLOCK})
 
 
-def _tiles_fused(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
+def _tiles_fused(g: Geometry, x: torch.Tensor, *, is_error: bool = False) -> Step:
     (high, wide), channels = _tiles(g), g.out_channels if is_error else g.in_channels
     tiles = g.batch * high * wide
     shape = (36, tiles, channels) if g.is_channels_last else (36, channels, tiles)
@@ -233,7 +238,7 @@ def _tiles_fused(g: Geometry, x: torch.Tensor, is_error: bool) -> Stage:
     return run
 
 
-def _weights_fused(g: Geometry, w: torch.Tensor, is_turned: bool) -> Stage:
+def _weights_fused(g: Geometry, w: torch.Tensor, is_turned: bool) -> Step:
     output, channel, row, column = w.stride()
     first = 0
     if is_turned:
@@ -267,7 +272,14 @@ def _gather_fused(g: Geometry, x: torch.Tensor) -> Finish:
     return _launch(_kernels().gather_weights, num, g.out_channels, *strides)
 
 
-FUSED = Transforms(_tiles_fused, _weights_fused, _output_fused, _gather_fused, num_copies=1)
+FUSED = Transforms(
+    tiles=_tiles_fused,
+    errors=functools.partial(_tiles_fused, is_error=True),
+    weights=_weights_fused,
+    output=_output_fused,
+    gather=_gather_fused,
+    num_copies=1,
+)
 
 
 # -- the passes ------------------------------------------------------------------------------------
@@ -285,12 +297,18 @@ def _chunks(g: Geometry, x: torch.Tensor, cap: int, by: Transforms) -> list[tupl
 
 
 def _prepare(
-    g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms, is_turned: bool
+    g: Geometry,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    cap_bytes: int,
+    by: Transforms,
+    *,
+    is_turned: bool,
 ) -> Prepared:
     weights = by.weights(g, w, is_turned)
     make = empty(g, g.out_channels, g.out_size, x.dtype)
     chunks = [
-        (samples, by.tiles(part, x, False), by.output(part, x))
+        (samples, by.tiles(part, x), by.output(part, x))
         for samples, part in _chunks(g, x, cap_bytes, by)
     ]
 
@@ -310,14 +328,14 @@ def prepare_forward(
     g: Geometry, x: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms = BY_PRODUCTS
 ) -> Prepared:
     """Compute ``y`` as ``[batch, O, *out_size]``, in the geometry's memory layout."""
-    return _prepare(g, x, w, cap_bytes, by, False)
+    return _prepare(g, x, w, cap_bytes, by, is_turned=False)
 
 
 def prepare_input_gradient(
     g: Geometry, dy: torch.Tensor, w: torch.Tensor, cap_bytes: int, by: Transforms = BY_PRODUCTS
 ) -> Prepared:
     """Compute ``dx`` as a forward pass with the taps in reverse and the channels swapped."""
-    return _prepare(turned(g), dy, w, cap_bytes, by, True)
+    return _prepare(turned(g), dy, w, cap_bytes, by, is_turned=True)
 
 
 def prepare_weight_gradient(
@@ -328,7 +346,7 @@ def prepare_weight_gradient(
     The error has the same bound, relative to ``|x| * |dy|`` summed over all positions.
     """
     chunks = [
-        (samples, by.tiles(part, x, False), by.tiles(part, dy, True))
+        (samples, by.tiles(part, x), by.errors(part, dy))
         for samples, part in _chunks(g, x, cap_bytes, by)
     ]
     make = empty(replace(g, batch=g.out_channels), g.in_channels, g.kernel, x.dtype)
