@@ -102,17 +102,29 @@ class Exact:
         }[which]
 
 
-def exact(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Exact:
-    """Make the tensors of a case (rounded to ``dtype``) and compute all passes on the CPU."""
+def exact(
+    case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, largest: float = 1.0
+) -> Exact:
+    """Make the tensors of a case (rounded to ``dtype``) and compute all passes on the CPU.
+
+    Args:
+        largest: Factor for a hundredth of the values of ``x`` and ``dy``.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
+    def make_uneven(*shape: int) -> torch.Tensor:
+        t = make(*shape)
+        if largest == 1:
+            return t
+        return torch.where(torch.rand(shape, generator=generator) < 0.01, t * largest, t)
+
     g = case.geometry(is_channels_last=False)
-    x = make(g.batch, g.in_channels, *g.in_size)
+    x = make_uneven(g.batch, g.in_channels, *g.in_size)
     w = make(g.out_channels, g.group_in, *g.kernel)
-    dy = make(g.batch, g.out_channels, *g.out_size)
+    dy = make_uneven(g.batch, g.out_channels, *g.out_size)
     return Exact(
         x=x.to(device),
         w=w.to(device),

@@ -147,9 +147,7 @@ _PATCHES, _WINOGRAD, _IMPLICIT, _DEPTHWISE_TRITON = map(
 
 def _winograd(g: Geometry, which: Pass, dtype: torch.dtype, *, has_triton: bool) -> list[Candidate]:
     is_wide = min(g.in_channels, g.out_channels) >= MIN_WINOGRAD_CHANNELS
-    if not is_wide or dtype not in (torch.float32, torch.float64):
-        return []
-    if not (winograd.can_input_gradient if which == INPUT_GRADIENT else winograd.can)(g):
+    if not is_wide or dtype not in (torch.float32, torch.float64) or not winograd.can(g):
         return []
     found = [Candidate("winograd", _WINOGRAD[which])]
     if has_triton and winograd.can_triton(g, dtype):

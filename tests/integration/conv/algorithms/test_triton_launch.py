@@ -1,7 +1,7 @@
 """Triton's kernels without a GPU, run by Triton's interpreter and compared with float64.
 
-tests/gpu tests them on a real GPU. No leg of CI has Triton, which comes with torch's CUDA
-builds. The hosted CI file installs a CUDA build on Linux.
+tests/gpu tests them on a real GPU. Triton comes with torch's CUDA builds: the formats leg has it on
+x86-64, with a NumPy that its interpreter can use.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ print(sorted(seen))
 
 
 @needs_triton
+@pytest.mark.formats
+@pytest.mark.slow
 def test_the_kernels_are_right_in_triton_s_interpreter() -> None:
     result = subprocess.run(
         [sys.executable, "-c", CHECK, str(TESTS)],

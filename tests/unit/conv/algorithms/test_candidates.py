@@ -158,3 +158,30 @@ def test_winograd_s_transforms_undo_each_other() -> None:
     g = case.geometry(is_channels_last=False)
     y = winograd.prepare_forward(g, x, w, 1 << 20)(x, w)
     torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", PASSES)
+def test_winograd_keeps_its_bound_when_some_values_are_much_larger(which: Any) -> None:
+    case = conv_cases.Case(name="", channels=32, outputs=32, size=(16, 13), batch=4)
+    exact = conv_cases.exact(case, torch.float32, largest=1000.0)
+    g, arguments = case.geometry(is_channels_last=False), exact.arguments(which)
+    way = next(w for w in candidates(g, which, torch.float32, "cuda") if w.name == "winograd")
+    off = (way.run(g, *arguments, 1 << 20).double() - exact.results[which]).abs()
+    in_eps = off / torch.finfo(torch.float32).eps
+    assert float((in_eps / exact.scales[which].max()).max()) <= 256
+    # Control: the same errors are beyond the bound relative to the sum at the same position.
+    assert float((in_eps / exact.scales[which]).max()) > 256
+
+
+@pytest.mark.parametrize(
+    ("size", "padding", "has_winograd"),
+    [((9, 40), 1, True), ((9, 40), 3, False), ((2, 40), 1, False)],
+)
+def test_winograd_is_left_out_where_tiles_are_nearly_empty(
+    size: tuple[int, ...], padding: int, has_winograd: bool
+) -> None:
+    case = conv_cases.Case(name="", channels=40, outputs=36, size=size, padding=padding, batch=40)
+    g = case.geometry(is_channels_last=False)
+    for which in PASSES:
+        names = [way.name for way in candidates(g, which, torch.float32, "cuda")]
+        assert ("winograd" in names) == has_winograd
