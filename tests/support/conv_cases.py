@@ -13,7 +13,12 @@ from penstock.conv.geometry import Geometry, Pass, output_size
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One convolution, with the same numbers along every axis."""
+    """One convolution, with the same numbers along every axis.
+
+    Args:
+        extra: Output padding of the transposed convolution that has this one as input gradient. The
+            end of the input is padded by this much less.
+    """
 
     name: str
     channels: int = 8
@@ -24,6 +29,7 @@ class Case:
     stride: int = 1
     padding: int = 1
     dilation: int = 1
+    extra: int = 0
     batch: int = 2
 
     @property
@@ -40,7 +46,9 @@ class Case:
             out_channels=self.outputs,
             groups=self.groups,
             in_size=self.size,
-            out_size=output_size(self.size, kernel, stride, padding, dilation),
+            out_size=output_size(
+                tuple(n - self.extra for n in self.size), kernel, stride, padding, dilation
+            ),
             kernel=kernel,
             stride=stride,
             padding=padding,
@@ -63,6 +71,8 @@ CASES = (
     Case(name="dilated, 48 channels", dilation=2, padding=3, channels=48, outputs=32),
     Case(name="strided and dilated", dilation=2, stride=2, padding=1),
     Case(name="padding beyond kernel", padding=3),
+    Case(name="dilated, output padding", dilation=2, channels=16, outputs=16, extra=1),
+    Case(name="1x1, output padding", kernel=1, padding=2, dilation=2, extra=1),
     Case(name="grouped", groups=4, channels=16, outputs=24),
     Case(name="grouped, 24 channels each", groups=2, channels=48, outputs=48),
     Case(name="grouped, strided", groups=2, channels=34, outputs=4, stride=2),
@@ -139,7 +149,8 @@ def _passes(
 ) -> dict[Pass, torch.Tensor]:
     convolve: Any = getattr(functional, f"conv{case.num_dims}d")
     x, w = (t.detach().double().detach().requires_grad_() for t in (x, w))
-    y = convolve(x, w, None, case.stride, case.padding, case.dilation, case.groups)
+    padded = functional.pad(x, [case.padding, case.padding - case.extra] * case.num_dims)
+    y = convolve(padded, w, None, case.stride, 0, case.dilation, case.groups)
     dx, dw = torch.autograd.grad(y, (x, w), dy.double())
     return {"forward": y.detach(), "input gradient": dx, "weight gradient": dw}
 

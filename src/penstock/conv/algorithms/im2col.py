@@ -129,28 +129,29 @@ class _Columns:
     """
 
     def __init__(self, g: Geometry, strides: Sizes, chunk: _Chunk) -> None:
-        num, channels = chunk.num_samples, g.in_channels
-        first = chunk.rows.start * g.stride[0]
-        seen = (chunk.num_rows - 1) * g.stride[0] + (g.kernel[0] - 1) * g.dilation[0] + 1
-        self._num_padded, self._pair = 0, None
-        start = (chunk.samples.start, 0, first, *(0 for _ in g.kernel[1:]))
-        whole = _part(strides, (num, channels, seen, *g.padded_size[1:]), start)
-        if any(g.padding):
-            low = first - g.padding[0]  # in rows of the unpadded input
-            top = max(low, 0)
-            size = (max(0, min(low + seen, g.in_size[0]) - top), *g.in_size[1:])
-            shape = (num, channels, *size)
-            source = _part(strides, shape, (chunk.samples.start, 0, top, *start[3:]))
-            padded = (seen, *g.padded_size[1:])
-            own = replace(g, batch=num).strides(channels, padded)
-            whole = _part(own, (num, channels, *padded), (0, 0, *(0 for _ in padded)))
-            inner = _part(own, shape, (0, 0, top - low, *g.padding[1:]))
-            self._num_padded, self._pair = num * channels * prod(padded), (inner, source)
+        num, channels, start = chunk.num_samples, g.in_channels, chunk.rows.start * g.stride[0]
+        places = (chunk.num_rows, *g.out_size[1:])
+        windows = zip(places, g.kernel, g.stride, g.dilation, strict=True)
+        seen = tuple((n - 1) * s + (k - 1) * d + 1 for n, k, s, d in windows)
+        # Where the columns begin in the input along each axis, and where within it. A negative
+        # padding means that the outermost positions are not among the columns.
+        low = (start - g.padding[0], *(-p for p in g.padding[1:]))
+        top = tuple(max(0, n) for n in low)
+        sizes = zip(low, seen, g.in_size, top, strict=True)
+        inside = tuple(max(0, min(n + many, size) - first) for n, many, size, first in sizes)
+        source = _part(strides, (num, channels, *inside), (chunk.samples.start, 0, *top))
+        self._num_padded, self._pair, whole = 0, None, source
+        if inside != seen:
+            own = replace(g, batch=num).strides(channels, seen)
+            whole = _part(own, (num, channels, *seen), (0,) * len(own))
+            margins = (first - n for first, n in zip(top, low, strict=True))
+            inner = _part(own, (num, channels, *inside), (0, 0, *margins))
+            self._num_padded, self._pair = num * channels * prod(seen), (inner, source)
         axes = whole.strides
         outer = [step * stride for step, stride in zip(axes[1:-1], g.stride, strict=True)]
         taps = [step * dilation for step, dilation in zip(axes[1:-1], g.dilation, strict=True)]
         self.view = _View(
-            (num, chunk.num_rows, *g.out_size[1:], *g.kernel, channels),
+            (num, *places, *g.kernel, channels),
             (axes[0], *outer, *taps, axes[-1]),
             whole.first,
         )
@@ -195,22 +196,11 @@ def prepare_input_gradient(
     order = (0, *taps, 1, 2) if is_last else (0, 2, 1, *taps)
     depth = g.num_taps * g.group_out
     matrix = (g.groups, depth, g.group_in) if is_last else (g.groups, g.group_in, depth)
-    # A negative padding means that the outermost positions of dy saw padding only.
-    cuts = [(axis, -p) for axis, p in enumerate(back.padding, 2) if p < 0]
-
-    def cut(dy: torch.Tensor) -> torch.Tensor:
-        for axis, num in cuts:
-            dy = dy.narrow(axis, num, dy.shape[axis] - 2 * num)
-        return dy
 
     def settle(w: torch.Tensor) -> torch.Tensor:
         return w.reshape(shape).flip(taps).permute(order).reshape(matrix)
 
-    inside = cut(dy)
-    padding = tuple(max(0, p) for p in back.padding)
-    back = replace(back, in_size=tuple(inside.shape[2:]), padding=padding)
-    run = _prepare(back, inside, cap_bytes, settle)
-    return (lambda dy, w: run(cut(dy), w)) if cuts else run
+    return _prepare(back, dy, cap_bytes, settle)
 
 
 def _is_last(g: Geometry, x: torch.Tensor) -> bool:

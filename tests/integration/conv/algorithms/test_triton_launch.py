@@ -48,6 +48,10 @@ CASES = (
                     padding=2, size=(5, 4), batch=1),
     conv_cases.Case(name="depthwise, dilated", groups=2, channels=2, outputs=2, dilation=2,
                     size=(5, 4), batch=1),
+    conv_cases.Case(name="output padding", channels=16, outputs=16, dilation=2, extra=1,
+                    size=(4, 5)),
+    conv_cases.Case(name="depthwise, output padding", groups=2, channels=2, outputs=2, dilation=2,
+                    extra=1, size=(5, 4), batch=1),
     conv_cases.Case(name="gathered, 3-d", channels=16, outputs=16, size=(3, 4, 3)),
 )
 WORDS = ("implicit", "lanes", "fused", "merged", "gathered")
