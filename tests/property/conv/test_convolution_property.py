@@ -128,11 +128,11 @@ def strides(t: torch.Tensor) -> list[int]:
 
 
 @settings(max_examples=150)
-@given(call=calls())
-def test_any_convolution_gives_torch_s_result(call: Call) -> None:
+@given(call=calls(), cap_bytes=st.sampled_from([None, 1000]))
+def test_any_convolution_gives_torch_s_result(call: Call, cap_bytes: int | None) -> None:
     tensors = call.tensors()
     native = call.compute(tensors)
-    with bypass_convolutions("on", devices=("cpu",)):
+    with bypass_convolutions("on", devices=("cpu",), memory_cap_bytes=cap_bytes):
         ours = call.compute(tensors)
     if isinstance(native, str) or isinstance(ours, str):
         assert ours == native
