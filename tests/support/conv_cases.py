@@ -156,7 +156,10 @@ def _passes(
 
 
 def bound(name: str, dtype: torch.dtype) -> float:
-    """Return the allowed error of an algorithm, in units of the sum of absolute products."""
+    """Return the allowed error of an algorithm for random values, in units of :func:`distance`.
+
+    For Winograd this is stricter than the bound it states, which is relative to the largest sum.
+    """
     epsilon = torch.finfo(dtype).eps
     if name.startswith("winograd"):
         return 128 * epsilon
@@ -164,6 +167,9 @@ def bound(name: str, dtype: torch.dtype) -> float:
 
 
 def distance(result: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor) -> float:
-    """Return the largest error, in units of the sum of absolute products at that element."""
+    """Return the largest error, in units of the sum of absolute products at that element.
+
+    Sums under a thousandth of the largest count as that much.
+    """
     difference = (result.detach().double().cpu() - truth).abs()
     return float((difference / scale.clamp_min(scale.max() * 1e-3)).max())

@@ -13,8 +13,8 @@ of the view takes several times as long.
 
 Memory in addition to inputs and results, in elements, for ``b`` samples and ``r`` rows of the first
 spatial axis in a chunk: ``b * r * positions_per_row * (taps * C + O)  +  b * padded_rows * C``. The
-last term applies only with padding, and ``O`` only with several chunks. The columns take at most
-``cap``, or one row of one sample if that is larger.
+last term applies only to chunks that reach into the padding, and ``O`` only with several chunks.
+The columns take at most ``cap``, or one row of one sample if that is larger.
 
 Tested by ``tests/unit/conv/algorithms/test_candidates.py``.
 """
@@ -133,18 +133,18 @@ class _Columns:
         places = (chunk.num_rows, *g.out_size[1:])
         windows = zip(places, g.kernel, g.stride, g.dilation, strict=True)
         seen = tuple((n - 1) * s + (k - 1) * d + 1 for n, k, s, d in windows)
-        # Where the columns begin in the input along each axis, and where within it. A negative
-        # padding means that the outermost positions are not among the columns.
+        # The first position of the input that the columns cover along each axis: negative in the
+        # padding, and positive if the padding is negative. Then the first that is in the input.
         low = (start - g.padding[0], *(-p for p in g.padding[1:]))
-        top = tuple(max(0, n) for n in low)
-        sizes = zip(low, seen, g.in_size, top, strict=True)
-        inside = tuple(max(0, min(n + many, size) - first) for n, many, size, first in sizes)
-        source = _part(strides, (num, channels, *inside), (chunk.samples.start, 0, *top))
+        first = tuple(max(0, n) for n in low)
+        ends = (min(n + s, size) for n, s, size in zip(low, seen, g.in_size, strict=True))
+        inside = tuple(max(0, end - n) for end, n in zip(ends, first, strict=True))
+        source = _part(strides, (num, channels, *inside), (chunk.samples.start, 0, *first))
         self._num_padded, self._pair, whole = 0, None, source
         if inside != seen:
             own = replace(g, batch=num).strides(channels, seen)
             whole = _part(own, (num, channels, *seen), (0,) * len(own))
-            margins = (first - n for first, n in zip(top, low, strict=True))
+            margins = (a - b for a, b in zip(first, low, strict=True))
             inner = _part(own, (num, channels, *inside), (0, 0, *margins))
             self._num_padded, self._pair = num * channels * prod(seen), (inner, source)
         axes = whole.strides

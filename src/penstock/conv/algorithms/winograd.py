@@ -75,7 +75,7 @@ def can(g: Geometry) -> bool:
         False
     """
     is_3x3 = g.kernel == (3, 3) and g.groups == 1 and g.is_unit_stride and g.is_undilated
-    # Smaller sizes fill less than half of a tile. With more padding, a position could see no input:
+    # Smaller sizes fill at most half of a tile. With more padding, a position could see no input:
     # its result would not be zero, but what the transforms of its tile have rounded.
     return is_3x3 and min(*g.in_size, *g.out_size) >= 3 and all(p <= 2 for p in g.padding)
 
