@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 
-from penstock.conv.geometry import FORWARD, WEIGHT_GRADIENT, Geometry, Pass, Prepared
+from penstock.conv.geometry import (
+    FORWARD,
+    WEIGHT_GRADIENT,
+    Geometry,
+    Pass,
+    Prepared,
+    output_size,
+)
 
 NAME = "aten"
 _aten: Any = torch.ops.aten
@@ -33,8 +40,14 @@ library_setting = threading.RLock()
 
 
 def can(g: Geometry, which: Pass, dtype: torch.dtype) -> bool:
-    """Return True if torch's kernels compute this pass in one piece and without extra rounding."""
+    """Return True if torch's kernels compute this pass in one piece and without extra rounding.
+
+    They take their output size from the input. It is larger than that of ``g`` if the pass belongs
+    to a dilated transposed convolution whose output padding is not below its stride.
+    """
     if dtype.is_complex:
+        return False
+    if g.out_size != output_size(g.in_size, g.kernel, g.stride, g.padding, g.dilation):
         return False
     is_half = dtype in (torch.float16, torch.bfloat16)
     return g.is_depthwise or (g.groups == 1 and not (is_half and which == WEIGHT_GRADIENT))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.conv.algorithms import im2col, patches, winograd
-from penstock.conv.algorithms.candidates import candidates
+from penstock.conv.algorithms import aten, im2col, patches, winograd
+from penstock.conv.algorithms.candidates import Candidate, candidates
 from penstock.conv.geometry import PASSES, Geometry
 from support import conv_cases
 
@@ -27,12 +27,41 @@ def test_every_way_is_within_its_bound(case: conv_cases.Case, dtype: torch.dtype
         geometry = case.geometry(is_channels_last=is_last)
         for which in PASSES:
             truth, scale = exact.results[which], exact.scales[which]
-            for way in candidates(geometry, which, dtype, "cpu"):
+            for way in every_way(geometry, which, dtype):
                 for cap in CAPS:
                     result = way.run(geometry, *exact.arguments(which), cap)
                     assert result.shape == truth.shape
                     off = conv_cases.distance(result, truth, scale)
                     assert off <= conv_cases.bound(way.name, dtype), (which, way.name, cap)
+
+
+def every_way(geometry: Geometry, which: Any, dtype: torch.dtype) -> list[Candidate]:
+    """Return the algorithms for the CPU, and those for a GPU that need no Triton.
+
+    Without torch's own kernels, which call oneDNN on the CPU.
+    """
+    ways = {
+        way.name: way
+        for device in ("cuda", "cpu")
+        for way in candidates(geometry, which, dtype, device)
+        if not way.needs_triton and way.name != aten.NAME
+    }
+    return [*ways.values()]
+
+
+def test_torch_s_own_kernels_are_offered_where_their_results_have_the_right_size() -> None:
+    others = []
+    for case in conv_cases.CASES:
+        g = case.geometry(is_channels_last=False)
+        x = torch.empty(g.batch, g.in_channels, *g.in_size)
+        w = torch.empty(g.out_channels, g.group_in, *g.kernel)
+        lists = ([*sizes] for sizes in (g.stride, g.padding, g.dilation))
+        size = torch.convolution(x, w, None, *lists, False, [0] * g.num_dims, g.groups).shape
+        is_right = tuple(size[2:]) == g.out_size
+        is_one_piece = g.groups == 1 or g.is_depthwise
+        assert aten.can(g, "forward", torch.float32) == (is_right and is_one_piece), case.name
+        others += [case.name] * (not is_right)
+    assert others  # otherwise nothing was tested
 
 
 def test_a_wrong_result_would_be_noticed() -> None:
