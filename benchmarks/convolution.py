@@ -57,6 +57,8 @@ def main(arguments: list[str]) -> int:
     tuning.in_background = False  # tune every shape before its turn
     if options.without_triton:
         triton_launch.switch_off("--without-triton")
+    if options.one_thread:
+        torch.autograd.set_multithreading_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     console = Console(width=None if sys.stdout.isatty() else 150)
@@ -102,6 +104,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-unfold", action="store_true", help="leave out unfold + matmul")
     parser.add_argument("--networks", type=lambda text: text.split(","), help="only these steps")
     parser.add_argument("--without-triton", action="store_true", help="as on cards that lack it")
+    parser.add_argument("--one-thread", action="store_true", help="no thread for the gradients")
     parser.add_argument("--repeats", type=int, help="turns of each contender (default 7)")
     parser.add_argument("--calls", type=int, help="calls of a layer in each turn (default 20)")
     parser.add_argument("--quick", action="store_true", help="3 short turns: a smoke test")
