@@ -53,6 +53,9 @@ SHARE, CREDIT_S = 0.05, 0.002
 """The share of the time that measuring can take, and the most seconds that it can save up. Steps of
 a network that gains little from other algorithms must not take longer than with torch's own. Time
 of the GPU only counts if it was busy when the call was launched."""
+MAX_SHAPES = 4096
+"""The number of shapes that are kept, of those in measurement and of those in a file. The oldest is
+dropped for a new one. Inputs of random lengths have a new shape in every step."""
 in_background = True
 """If False, a shape is measured at once when it is first seen. Benchmarks set this."""
 
@@ -119,6 +122,7 @@ def choose(
         trial = Trial(found, found[0])
         _start(trial, g, which, a, b, cap_bytes)
         _unfinished[key] = trial
+        _drop_oldest(_unfinished)
         if in_background:
             return trial.best, False
     if _spent_s >= budget_s():
@@ -149,6 +153,12 @@ def _text(
 ) -> str:
     """Return the key of a shape in the file."""
     return f"{which}|{dtype}|{cap_bytes}|{astuple(g)}"
+
+
+def _drop_oldest(kept: dict[Any, Any]) -> None:
+    """Keep the last :data:`MAX_SHAPES` items of a dictionary."""
+    for key in [*kept][: max(0, len(kept) - MAX_SHAPES)]:
+        kept.pop(key, None)  # another thread may have done so
 
 
 def num_unfinished() -> int:
@@ -405,5 +415,6 @@ def save() -> None:
     for name in sorted(_dirty):
         before = cache_folder.read_json(name)  # another process may have measured other shapes
         merged = {**_plain(before), **_files[name]}
+        _drop_oldest(merged)
         cache_folder.write_json(name, merged)
     _dirty.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -348,6 +349,22 @@ def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
         assert bypass.num_caught == NUM_LAYERS
     assert "implicit product" not in bypass.counts
     assert not triton_launch.is_available()
+
+
+def test_the_file_of_choices_keeps_the_last_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.conv import tuning
+
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "MAX_SHAPES", 2)
+    monkeypatch.setattr(tuning, "_files", {})
+    (tmp_path / "choices.json").write_text('{"a": "columns", "b": "aten"}')
+    tuning._choices("choices.json")["c"] = "patches"
+    monkeypatch.setattr(tuning, "_dirty", {"choices.json"})
+    tuning.save()
+    kept = json.loads((tmp_path / "choices.json").read_text())
+    assert kept == {"b": "aten", "c": "patches"}
 
 
 def test_measuring_gets_its_share_of_the_time_and_saves_up_little() -> None:
