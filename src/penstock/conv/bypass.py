@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -135,7 +135,7 @@ _current: Bypass | None = None
 def bypass_convolutions(
     mode: Mode = "auto",
     *,
-    devices: Sequence[str] | None = None,
+    devices: str | Sequence[str] | None = None,
     memory_cap_bytes: int | None = None,
 ) -> Bypass:
     """Compute convolutions with matrix products instead of the vendor's library.
@@ -144,18 +144,19 @@ def bypass_convolutions(
     convolution on the given devices. This includes convolutions called by modules,
     ``torch.nn.functional``, autocast, checkpointing, ``torch.func``, TorchScript, and compiled and
     exported models. Calling it again with the same arguments has no effect. ``.undo()`` reverts it
-    completely.
+    completely. Other threads must not compute convolutions while it is switched on or off: torch
+    does not guard its list of kernels against that.
 
     Args:
         mode: ``"on"`` for all convolutions, or ``"auto"`` for those that
             :func:`penstock.conv.probe` finds broken. The probe's result is kept between runs.
-        devices: ``("cuda",)`` (also for ROCm), ``("cpu",)``, or both. Defaults to the GPU if there
-            is one that this torch is built for, otherwise the CPU.
+        devices: ``"cuda"`` (also for ROCm), ``"cpu"``, or a sequence of both. Defaults to the GPU
+            if there is one that this torch is built for, otherwise the CPU.
         memory_cap_bytes: Limit for the buffers of one call. Defaults to the environment variable
             ``PENSTOCK_CONV_MEMORY_MB``, otherwise 512 MiB on a GPU and 32 MiB on the CPU.
 
     Raises:
-        BadArgument: The mode or a device is unknown.
+        BadArgument: The mode or a device is unknown, or the cap is not a number of bytes.
 
     Example:
         >>> x, layer = torch.ones(1, 3, 8, 8), torch.nn.Conv2d(3, 4, 1)
@@ -171,12 +172,19 @@ def bypass_convolutions(
             f"mode={mode!r} must be one of 'auto', 'on'",
             remedy="penstock.conv.bypass_convolutions('auto')",
         )
-    found = tuple(devices) if devices is not None else default_devices()
+    given = (devices,) if isinstance(devices, str) else devices
+    found = default_devices() if given is None else tuple(given)
     unknown = [device for device in found if device not in KEYS]
-    if unknown:
+    if unknown or not found:
         raise BadArgument(
-            f"devices={found!r}: unknown device {unknown[0]!r}; must be 'cuda' or 'cpu'",
+            f"devices={devices!r} must be 'cuda', 'cpu', or both",
             remedy="penstock.conv.bypass_convolutions('on', devices=('cuda',))",
+        )
+    given_cap: Any = memory_cap_bytes
+    if given_cap is not None and not (isinstance(given_cap, int) and given_cap > 0):
+        raise BadArgument(
+            f"memory_cap_bytes={memory_cap_bytes!r} must be a positive number of bytes",
+            remedy="penstock.conv.bypass_convolutions('on', memory_cap_bytes=64 << 20)",
         )
     broken = None
     if mode == "auto":

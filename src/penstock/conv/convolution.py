@@ -305,6 +305,7 @@ class ConvolutionRunner:
             if not algorithm.needs_triton or isinstance(error, _OUT_OF_MEMORY):
                 raise
             triton_launch.disable(error)
+            tuning.forget_measurements()  # they could start with another Triton kernel
             plan.chosen.clear()
             plan.tried.clear()
             return self._run(plan, which, a, b)

@@ -50,6 +50,8 @@ _states: dict[Job, bool] = {}
 """False until a child has compiled the kernel, or has failed to."""
 _num_threads = 0
 _lock = threading.Lock()
+_capture_lock = threading.RLock()
+"""Held while Triton's hook is changed. Two threads would put back each other's hooks."""
 _set_up: threading.Event | None = None
 
 
@@ -62,7 +64,11 @@ def is_set_up() -> bool:
     global _set_up
     if _set_up is None:
         _set_up = threading.Event()
-        threading.Thread(target=_prepare, name="penstock-compiler", daemon=True).start()
+        thread = threading.Thread(target=_prepare, name="penstock-compiler", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # too many threads, or Python exits
+            _set_up.set()
     return _set_up.is_set()
 
 
@@ -93,6 +99,11 @@ def capture(run: Callable[[], Any]) -> list[Job]:
     hooks = _hooks()
     if hooks is None:
         return []
+    with _capture_lock:
+        return _capture(run, hooks)
+
+
+def _capture(run: Callable[[], Any], hooks: Any) -> list[Job]:
     jobs: list[Job] = []
     thread, before = threading.get_ident(), hooks.jit_cache_hook
 
@@ -129,10 +140,10 @@ def request(job: Job) -> None:
         _states[job] = False
         _waiting.put(job)
         if _num_threads < NUM_CHILDREN:
-            _num_threads += 1
             threading.Thread(
                 target=_serve, args=(target,), name="penstock-compiler", daemon=True
             ).start()
+            _num_threads += 1
 
 
 def is_compiled(job: Job) -> bool:

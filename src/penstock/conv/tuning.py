@@ -15,8 +15,10 @@ Tested by ``tests/integration/conv/test_bypass.py``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
+import math
 import os
 import statistics
 import time
@@ -109,7 +111,8 @@ def choose(
     if not a.is_cuda or torch.are_deterministic_algorithms_enabled():
         return candidates(g, which, a.dtype, a.device.type)[0], True
     key = (g, which, a.dtype, a.device, cap_bytes, a.stride(), b.stride())
-    trial = _unfinished.get(key)
+    trial = _unfinished.pop(key, None)
+    is_new = trial is None
     if trial is None:
         found = candidates(g, which, a.dtype, a.device.type)
         choices = _choices(_file_name(a.device))
@@ -121,12 +124,12 @@ def choose(
             return found[0], False
         trial = Trial(found, found[0])
         _start(trial, g, which, a, b, cap_bytes)
-        _unfinished[key] = trial
-        _drop_oldest(_unfinished)
-        if in_background:
-            return trial.best, False
     if _spent_s >= budget_s():
         return trial.best, True
+    _unfinished[key] = trial  # the last one used is dropped last
+    _drop_oldest(_unfinished)
+    if is_new and in_background:
+        return trial.best, False
     if torch.cuda.is_current_stream_capturing():
         return trial.best, False
     if in_background:
@@ -180,16 +183,17 @@ def _start(
     What is slow once is done here, because the first training step is slow anyway.
     """
     if any(one.name == aten.NAME for one in trial.left):
-        _load_comparison(a.device)
+        with contextlib.suppress(Exception):  # out of memory
+            _load_comparison(a.device)
     if any(one.needs_triton for one in trial.left):
         kernel_compiler.is_set_up()
     similar = _similar.get(_class_of(g, which, a.dtype))
     for one in sorted(trial.left, key=lambda one: one.name != similar):
-        if not one.needs_triton or (
-            one.name == similar
-            and _can_request(trial, one)
-            and not _kernels(trial, one, g, a, b, cap_bytes)
-        ):
+        has_kernels = not one.needs_triton
+        if one.needs_triton and one.name == similar and _can_request(trial, one):
+            with contextlib.suppress(Exception):  # out of memory
+                has_kernels = not _kernels(trial, one, g, a, b, cap_bytes)
+        if has_kernels:
             trial.best = one
             return
 
@@ -276,6 +280,11 @@ def _is_ready(trial: Trial, one: Candidate) -> bool:
     return all(map(kernel_compiler.is_compiled, kernels))
 
 
+def forget_measurements() -> None:
+    """Discard the measurements that are not complete."""
+    _unfinished.clear()
+
+
 def forget() -> None:
     """Discard the choices of this process and start with a new budget."""
     global _spent_s, _credit_s
@@ -301,11 +310,12 @@ def _agrees(
 
 
 def _is_close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two results agree. Nothing is known from zeros, infinities and NaNs."""
     tolerance = TOLERANCE if first.element_size() == 2 else TOLERANCE / 16
     first, second = first.float(), second.float()
     extremes = (map(float, t.aminmax()) for t in (second, first - second))
     largest, off = (max(-low, high) for low, high in extremes)
-    return off <= largest * tolerance
+    return 0 < largest < math.inf and off <= largest * tolerance
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def read_json(name: str) -> Any:
     """Return the content stored under ``name``, or None if it is missing or unreadable."""
     try:
         return json.loads((cache_folder() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # missing, not JSON, or nested too deeply
+    except (OSError, ValueError, RuntimeError):  # missing, not JSON, nested too deeply, no home
         return None
 
 
@@ -49,8 +49,8 @@ def write_json(name: str, content: Any) -> bool:
         False if it could not be written. A read-only home directory is not an error: only the
         measurement is lost.
     """
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         handle, path = tempfile.mkstemp(prefix=name, suffix=".part", dir=folder)
         try:
@@ -60,7 +60,7 @@ def write_json(name: str, content: Any) -> bool:
         except BaseException:
             os.unlink(path)
             raise
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
         return False
     return True
 

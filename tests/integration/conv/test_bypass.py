@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,11 +226,26 @@ def test_an_exception_inside_undoes_it_as_well() -> None:
     assert current() is None
 
 
-@pytest.mark.parametrize("arguments", [{"mode": "off"}, {"mode": "on", "devices": ("tpu",)}])
-def test_unknown_words_are_refused(arguments: Any) -> None:
-    with pytest.raises(BadArgument):
-        bypass_convolutions(**arguments)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"mode": "off"}, "mode='off'"),
+        ({"devices": ("tpu",)}, "devices=.*tpu"),
+        ({"devices": "tpu"}, "devices='tpu'"),
+        ({"devices": ()}, "devices="),
+        ({"memory_cap_bytes": "1 GB"}, "memory_cap_bytes='1 GB'"),
+        ({"memory_cap_bytes": -5}, "memory_cap_bytes=-5"),
+    ],
+)
+def test_unknown_words_and_numbers_are_refused(arguments: Any, named: str) -> None:
+    with pytest.raises(BadArgument, match=named):
+        bypass_convolutions(**{"mode": "on", **arguments})
     assert current() is None
+
+
+def test_one_device_needs_no_list() -> None:
+    with bypass_convolutions("on", devices="cpu") as bypass:
+        assert bypass.devices == ("cpu",)
 
 
 def test_a_memory_cap_from_outside_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +360,83 @@ def test_a_kernel_of_triton_s_that_fails_is_left_out_for_good(
     monkeypatch.setattr(
         tuning, "choose", lambda *rest: choose(*rest) if triton_launch._failure else (fails, True)
     )
+    monkeypatch.setattr(tuning, "_unfinished", {"a shape": tuning.Trial([], fails)})
     with bypass_convolutions("on", devices=("cpu",)) as bypass:
         with pytest.warns(RuntimeWarning, match="no such instruction"):
             net()(X)
         assert bypass.num_caught == NUM_LAYERS
     assert "implicit product" not in bypass.counts
     assert not triton_launch.is_available()
+    assert not tuning.num_unfinished()  # a shape would start with the failed kernel again
+
+
+def test_without_a_home_directory_choices_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.machine import cache_folder
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (cache_folder.VARIABLE, "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(RuntimeError):
+        cache_folder.cache_folder()
+    assert not cache_folder.write_json("choices.json", {})
+    assert cache_folder.read_json("choices.json") is None
+
+
+def test_results_agree_only_if_they_tell_something() -> None:
+    from penstock.conv.tuning import _is_close
+
+    right = torch.randn(100)
+    assert _is_close(right + 1e-5, right)
+    assert _is_close((right * 1.01).bfloat16(), right.bfloat16())
+    for wrong in (right + 1, -right, right.roll(1), right * math.nan, right * math.inf):
+        assert not _is_close(wrong, right)
+        assert not _is_close(right, wrong)
+        assert not _is_close(wrong, torch.zeros(100))
+    assert not _is_close(torch.zeros(100), torch.zeros(100))
+    assert not _is_close(torch.full((1,), math.inf), torch.full((1,), math.inf))
+
+
+def test_threads_that_look_for_kernels_put_back_triton_s_own_hook(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from penstock.conv import kernel_compiler
+
+    settings = SimpleNamespace(jit_cache_hook=None)
+    monkeypatch.setattr(kernel_compiler, "_hooks", lambda: settings)
+    kernel = SimpleNamespace(module="module", name="kernel")
+    is_first, is_second, is_over = (threading.Event() for _ in range(3))
+    found: dict[str, list[Any]] = {}
+
+    def launch(description: str) -> None:
+        compiled = {"specialization_data": description}
+        assert settings.jit_cache_hook(fn=kernel, compile=compiled)
+
+    def first() -> None:
+        is_first.set()
+        is_second.wait(0.3)
+        launch("first")
+
+    def second() -> None:
+        is_second.set()
+        is_over.wait(0.3)
+        launch("second")
+
+    def look(name: str, run: Callable[[], None], done: threading.Event) -> None:
+        found[name] = kernel_compiler.capture(run)
+        done.set()
+
+    one = threading.Thread(target=look, args=("first", first, is_over))
+    other = threading.Thread(target=look, args=("second", second, threading.Event()))
+    one.start()
+    assert is_first.wait(30)
+    other.start()
+    one.join(30)
+    other.join(30)
+    assert found == {name: [("module", "kernel", name)] for name in ("first", "second")}
+    assert settings.jit_cache_hook is None
 
 
 def test_the_file_of_choices_keeps_the_last_ones(

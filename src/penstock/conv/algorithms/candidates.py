@@ -178,7 +178,7 @@ def _depthwise(
         found.append(Candidate("depthwise lanes", _DEPTHWISE_TRITON[which], needs_triton=True))
     if device == "cuda" and aten.can(g, which, dtype):
         found.append(Candidate(aten.NAME, partial(aten.prepare, which=which)))
-    else:  # on a GPU, these launches take longer than all others
+    else:  # on a GPU, these launches take longer than torch's kernels
         found.append(Candidate("shifts", unprepared(partial(_shifts, which=which))))
     return found
 
