@@ -67,7 +67,7 @@ def is_set_up() -> bool:
         thread = threading.Thread(target=_prepare, name="penstock-compiler", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # too many threads, or Python exits
+        except RuntimeError:  # too many threads, or Python exits: kernels prepare it when used
             _set_up.set()
     return _set_up.is_set()
 
@@ -99,13 +99,8 @@ def capture(run: Callable[[], Any]) -> list[Job]:
     hooks = _hooks()
     if hooks is None:
         return []
-    with _capture_lock:
-        return _capture(run, hooks)
-
-
-def _capture(run: Callable[[], Any], hooks: Any) -> list[Job]:
     jobs: list[Job] = []
-    thread, before = threading.get_ident(), hooks.jit_cache_hook
+    thread = threading.get_ident()
 
     def hook(**given: Any) -> Any:
         if threading.get_ident() != thread:  # a launch of another thread, which must take place
@@ -114,11 +109,12 @@ def _capture(run: Callable[[], Any], hooks: Any) -> list[Job]:
         jobs.append((about.module, about.name, given["compile"]["specialization_data"]))
         return True
 
-    hooks.jit_cache_hook = hook
-    try:
-        run()
-    finally:
-        hooks.jit_cache_hook = before
+    with _capture_lock:
+        before, hooks.jit_cache_hook = hooks.jit_cache_hook, hook
+        try:
+            run()
+        finally:
+            hooks.jit_cache_hook = before
     return jobs
 
 

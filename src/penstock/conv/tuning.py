@@ -160,7 +160,8 @@ def _text(
 
 def _drop_oldest(kept: dict[Any, Any]) -> None:
     """Keep the last :data:`MAX_SHAPES` items of a dictionary."""
-    for key in [*kept][: max(0, len(kept) - MAX_SHAPES)]:
+    num = len(kept) - MAX_SHAPES
+    for key in [*kept][:num] if num > 0 else ():
         kept.pop(key, None)  # another thread may have done so
 
 
@@ -189,13 +190,14 @@ def _start(
         kernel_compiler.is_set_up()
     similar = _similar.get(_class_of(g, which, a.dtype))
     for one in sorted(trial.left, key=lambda one: one.name != similar):
-        has_kernels = not one.needs_triton
-        if one.needs_triton and one.name == similar and _can_request(trial, one):
-            with contextlib.suppress(Exception):  # out of memory
-                has_kernels = not _kernels(trial, one, g, a, b, cap_bytes)
-        if has_kernels:
-            trial.best = one
-            return
+        with contextlib.suppress(Exception):  # out of memory
+            if not one.needs_triton or (
+                one.name == similar
+                and _can_request(trial, one)
+                and not _kernels(trial, one, g, a, b, cap_bytes)
+            ):
+                trial.best = one
+                return
 
 
 def _kernels(
